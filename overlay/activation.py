@@ -1,0 +1,5 @@
+"""placeholder"""
+
+
+def activate() -> None:
+    print("activate")
