@@ -1,4 +1,9 @@
-"""placeholder"""
+"""The supported vLLM releases, and where things live from each release on.
+
+What lives here: `releases` (the table, the only place that compares vLLM versions) and one seam module per release
+line in which something moved, `since_X`, read by `seam_for`. All seam modules export the names of `Seam`. What may
+not: anything of ours, and changes to vLLM, which are in `patches/`.
+"""
 
 if __name__ != "vllm_overlay.compat":
-    raise ImportError(f"this folder is the package vllm_overlay.compat, not {__name__!r}: install the project, then import it by that name")
+    raise ImportError(f"this folder is the package vllm_overlay.compat, not {__name__!r}: install the project first")

@@ -1,1 +1,36 @@
-"""placeholder"""
+"""The store: a log of hidden-state rows and an index of records, in one folder. Here live its files' layout, its writer
+and its reader.
+
+Nothing here may import vllm, the patches or the capture worker: the training side reads a store where vLLM is not
+installed.
+
+    STORE/index.sqlite                       one row per record (see index.py)
+    STORE/shards/<log>-<shard>.safetensors   rows [rows, layers, hidden] (see shard.py)
+    STORE/shards/<log>.lock                  held by the log's writer while it lives (see log.py)
+    STORE/store.lock                         held while a writer opens or closes
+
+A store lives on a filesystem of one machine: SQLite's write-ahead log needs shared memory between its processes.
+"""
+
+from __future__ import annotations
+
+from vllm_overlay.store.errors import IncompleteRecordError, StoreError
+from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.reader import Damage, Record, Store
+from vllm_overlay.store.summary import LayerNorms, StoreSummary, measure_norms, summarize
+from vllm_overlay.store.writer import PendingRecord, StoreWriter
+
+__all__ = [
+    "Damage",
+    "IncompleteRecordError",
+    "LayerNorms",
+    "PendingRecord",
+    "Record",
+    "Store",
+    "StoreError",
+    "StoreMeta",
+    "StoreSummary",
+    "StoreWriter",
+    "measure_norms",
+    "summarize",
+]

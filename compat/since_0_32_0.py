@@ -1,0 +1,41 @@
+"""Where things live in vLLM from 0.32.0 on: what moved since 0.16.0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_overlay.compat.since_0_16_0 import (
+    ENGINE_CORE,
+    ENVS,
+    PARALLEL_CONFIG,
+    SCHEDULER,
+    VLLM_CONFIG,
+    WORKER,
+    external_request_id,
+    full_attention_group,
+    step_order,
+    step_token_ids,
+)
+
+__all__ = [
+    "ENGINE_CORE",
+    "ENVS",
+    "PARALLEL_CONFIG",
+    "SCHEDULER",
+    "SPECULATIVE_DECODING_ON_CPU",
+    "VLLM_CONFIG",
+    "WORKER",
+    "block_copies",
+    "external_request_id",
+    "full_attention_group",
+    "step_order",
+    "step_token_ids",
+]
+
+SPECULATIVE_DECODING_ON_CPU = True
+
+
+def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
+    """KV blocks (source, destination) that the worker copies before this step: a prefix hit that ends inside a block."""
+    return [(copy.src_block_id, copy.dst_block_id) for copy in scheduler_output.kv_cache_block_copies or ()]

@@ -1,0 +1,92 @@
+"""The worker extension: how vLLM's worker and `collective_rpc` reach the capture session.
+
+vLLM adds this class to the bases of its worker class (`worker_extension_cls`), so `self` is the worker. Names carry
+the prefix `overlay_` because vLLM refuses an extension that shares a name with its worker. Methods take and return
+plain values, so that nothing is ever pickled by us.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+from typing import Any
+
+from vllm_overlay.activation import ActivationError, describe_process, note_role, require_patched
+from vllm_overlay.capture.session import CaptureSession
+
+EXTENSION = "vllm_overlay.capture.extension.CaptureExtension"
+COMPOSED = "vllm_overlay.capture.composed."
+
+
+class CaptureExtension:
+    """Methods of a worker that captures."""
+
+    overlay_session: CaptureSession | None = None
+
+    def overlay_open(self) -> None:
+        """Open the session before the weights are read. Errors: ActivationError, CaptureError, StoreError."""
+        if not isinstance(self, CaptureExtension):
+            raise ActivationError(
+                f"vllm-overlay: expected {EXTENSION} among the bases of {type(self).__name__}, found none: the process "
+                "that made the engine's configuration was not patched"
+            )
+        note_role("worker")
+        require_patched("worker")
+        self.overlay_session = CaptureSession(self)
+        # A worker that is told to stop by a signal skips the engine's orderly end; this runs at every exit but a kill.
+        multiprocessing.util.Finalize(self, self.overlay_close, exitpriority=100)
+
+    def overlay_tap(self) -> None:
+        """Tap the model that has just been built."""
+        self._overlay_require().install_taps(self)
+
+    def overlay_before_step(self, scheduler_output: Any) -> None:
+        """Called before the model runs."""
+        if self.overlay_session is not None:
+            self.overlay_session.prepare_step(scheduler_output)
+
+    def overlay_after_step(self, scheduler_output: Any) -> None:
+        """Called when the model has run."""
+        if self.overlay_session is not None:
+            self.overlay_session.record_step(self.model_runner, scheduler_output)  # type: ignore[attr-defined]
+
+    def overlay_flush(self) -> dict[str, int]:
+        """Commit every finished request; returns the statistics. Errors: CaptureError."""
+        session = self._overlay_require()
+        session.flush()
+        return session.statistics()
+
+    def overlay_statistics(self) -> dict[str, int]:
+        """Counts of rows, bytes, records, incomplete records, live requests, backlog and waits."""
+        return self._overlay_require().statistics()
+
+    def overlay_ledger(self) -> dict[str, Any]:
+        """What is patched in this process."""
+        return describe_process()
+
+    def overlay_start(self) -> None:
+        """Capture the requests that begin from now on."""
+        self._overlay_require().start()
+
+    def overlay_stop(self) -> None:
+        """Do not capture the requests that begin from now on."""
+        self._overlay_require().stop()
+
+    def overlay_close(self, ended: list[tuple[str, int, str]] | None = None) -> None:
+        """Write the last records (key, tokens, reason) and close the store. Closing twice is closing once."""
+        session, self.overlay_session = self.overlay_session, None
+        if session is not None:
+            session.close(ended or [])
+
+    def _overlay_require(self) -> CaptureSession:
+        if self.overlay_session is None:
+            raise ActivationError("vllm-overlay: this worker's capture session is closed")
+        return self.overlay_session
+
+
+def compose_extension(users: str) -> str:
+    """The extension class to install where the user named `users` (empty for none), as a qualified name."""
+    if users in ("", EXTENSION):
+        return EXTENSION
+    if users.startswith(COMPOSED):
+        return users
+    return f"{COMPOSED}with_{users.encode().hex()}"

@@ -1,0 +1,221 @@
+"""One worker's capture, from the opened store to the last record: owns the taps, the rows and the recorder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from vllm_overlay.activation import current_ledger, current_settings
+from vllm_overlay.capture.finished import FinishedRequests
+from vllm_overlay.capture.options import RequestOptions, read_options
+from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
+from vllm_overlay.capture.rows import NewRequest, RowBook, Step
+from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps, resolve_layer_ids
+from vllm_overlay.capture.transfer import Transfer, open_transfer
+from vllm_overlay.compat.releases import Seam, seam_for
+from vllm_overlay.fingerprint import fingerprint_model
+from vllm_overlay.settings import Settings
+from vllm_overlay.store import StoreMeta, StoreWriter
+
+logger = logging.getLogger("vllm_overlay.capture")
+
+
+class CaptureSession:
+    """Captures every step of one worker. Made before the weights are read, so that it can refuse early."""
+
+    def __init__(self, worker: Any) -> None:
+        self._settings: Settings = current_settings()
+        self._seam: Seam = seam_for(current_ledger().release)
+        config = worker.vllm_config
+        _refuse_parallelism(config)
+        text_config = config.model_config.hf_text_config
+        self._num_hidden_layers = int(text_config.num_hidden_layers)
+        self._hidden_size = int(config.model_config.get_hidden_size())
+        self._dtype: torch.dtype = config.model_config.dtype
+        self._max_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self.layer_ids = resolve_layer_ids(self._settings.layers, self._num_hidden_layers)
+        self._recorder = self._open_recorder(config)
+        self._taps: Taps | None = None
+        self._transfer: Transfer | None = None
+        self._book: RowBook | None = None
+        self._kv_group = 0
+        self._recording = True
+
+    def install_taps(self, worker: Any) -> None:
+        """Tap the model that the worker has built. Errors: TapError."""
+        layers = find_decoder_layers(worker.get_model(), self._num_hidden_layers)
+        self._taps = install_taps(
+            layers,
+            self.layer_ids,
+            max_tokens=self._max_tokens,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+        )
+        self._transfer = open_transfer(self._taps.buffer)
+        logger.info("capturing layers %s into %s", self.layer_ids, self._settings.capture)
+
+    def prepare_step(self, scheduler_output: Any) -> None:
+        """Called before the model runs."""
+        if self._taps is not None and scheduler_output.total_num_scheduled_tokens:
+            self._taps.poison()
+
+    def record_step(self, runner: Any, scheduler_output: Any) -> None:
+        """Called when the model has run: write the rows of this step, and records of the requests that ended before it."""
+        assert self._taps is not None and self._transfer is not None
+        if self._book is None:
+            self._book = self._open_book(runner.kv_cache_config)
+        self._finish_requests(scheduler_output.finished_req_ids)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return
+        step = self._read_step(runner, scheduler_output)
+        plan = self._book.plan(step)
+        if plan.count:
+            tokens = self._seam.step_token_ids(runner)
+            self._recorder.write(plan, self._transfer.send(plan.count, plan.indices, tokens))
+
+    def start(self) -> None:
+        """Capture the requests that begin from now on."""
+        self._recording = True
+
+    def stop(self) -> None:
+        """Requests that begin from now on are not captured; those under way are finished."""
+        self._recording = False
+
+    def flush(self) -> None:
+        """Return when every finished request is committed. Errors: CaptureError."""
+        self._recorder.flush()
+
+    def statistics(self) -> dict[str, int]:
+        """Counts since the session began, as plain numbers."""
+        statistics = self._recorder.statistics
+        return {
+            "rows": statistics.num_rows,
+            "bytes": statistics.num_bytes,
+            "records": statistics.num_records,
+            "incomplete_records": statistics.num_incomplete,
+            "live_requests": self._book.num_live if self._book else 0,
+            "backlog": self._recorder.backlog,
+            "waits": self._transfer.num_waits if self._transfer else 0,
+        }
+
+    def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
+        """Write the records of these last requests (key, tokens, reason), flush and close the store."""
+        try:
+            for key, num_tokens, reason in ended:
+                self._finish(key, num_tokens, reason)
+        finally:
+            self._recorder.close()
+            if self._taps is not None:
+                self._taps.remove()
+
+    def _open_recorder(self, config: Any) -> Recorder:
+        assert self._settings.capture is not None
+        model = str(config.model_config.model)
+        meta = StoreMeta(
+            layer_ids=self.layer_ids,
+            hidden_size=self._hidden_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            num_hidden_layers=self._num_hidden_layers,
+            model=model,
+            model_fingerprint=fingerprint_model(model, config.model_config.hf_config.to_dict()),
+            vllm_version=current_ledger().vllm_version,
+            runner="V1",
+        )
+        return Recorder(StoreWriter.open(self._settings.capture, meta), self.layer_ids)
+
+    def _open_book(self, kv_cache_config: Any) -> RowBook:
+        group = self._seam.full_attention_group(kv_cache_config)
+        prompt_only = self._settings.tokens == "prompt"
+        if group is None:
+            return RowBook(block_size=1, num_slots=0, prompt_only=prompt_only)
+        self._kv_group, block_size = group
+        num_slots = int(kv_cache_config.num_blocks) * block_size
+        return RowBook(block_size=block_size, num_slots=num_slots, prompt_only=prompt_only)
+
+    def _read_step(self, runner: Any, scheduler_output: Any) -> Step:
+        assert self._book is not None
+        cached = scheduler_output.scheduled_cached_reqs
+        new = [self._begin(request) for request in scheduler_output.scheduled_new_reqs]
+        starts: dict[str, int] = {}
+        more_blocks: dict[str, tuple[int, ...]] = {}
+        for key, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            ours = tuple(blocks[self._kv_group]) if blocks else ()
+            if key in cached.resumed_req_ids:
+                new.append(NewRequest(key, 0, start, ours, self._book.is_captured(key), resumed=True))
+                continue
+            starts[key] = start
+            more_blocks[key] = ours
+        return Step(
+            new=tuple(new),
+            starts=starts,
+            more_blocks=more_blocks,
+            scheduled=scheduler_output.num_scheduled_tokens,
+            order=self._seam.step_order(runner),
+            copies=self._seam.block_copies(scheduler_output),
+        )
+
+    def _begin(self, request: Any) -> NewRequest:
+        request_id = self._seam.external_request_id(request.req_id)
+        options = read_options(request.sampling_params)
+        prompt = _prompt_tokens(request)
+        captured = self._recording and options.capture and self._is_sampled(request_id)
+        if captured:
+            self._recorder.begin(request.req_id, _facts(request_id, prompt, options))
+        return NewRequest(
+            request.req_id,
+            len(prompt),
+            request.num_computed_tokens,
+            tuple(request.block_ids[self._kv_group]) if request.block_ids else (),
+            captured,
+        )
+
+    def _is_sampled(self, request_id: str) -> bool:
+        """Whether the request falls into the fraction to capture: the same answer for the same id, on every replica."""
+        return xxhash.xxh64_intdigest(request_id.encode()) < self._settings.sample * 2**64
+
+    def _finish_requests(self, finished: Any) -> None:
+        if finished and not isinstance(finished, FinishedRequests):
+            raise CaptureError("the engine process is not patched: finished requests came without their lengths")
+        for key in finished:
+            fact = finished.facts.get(key)
+            if fact is None:
+                raise CaptureError(f"request {key!r} finished and the engine did not note its length")
+            self._finish(key, fact.num_tokens, fact.reason)
+
+    def _finish(self, key: str, num_tokens: int, reason: str) -> None:
+        if self._book is None or key not in self._book:
+            return  # never scheduled, for example aborted while it waited
+        if not self._book.is_captured(key):
+            self._book.discard(key)
+            return
+        num_rows = num_tokens - 1 if reason != "abort" else min(num_tokens - 1, self._book.count_leading_rows(key))
+        self._recorder.finish(key, self._book.finish(key, num_rows), reason)
+
+
+def _facts(request_id: str, prompt: NDArray[np.int64], options: RequestOptions) -> RequestFacts:
+    return RequestFacts(request_id, prompt, options.tag, options.loss_spans)
+
+
+def _prompt_tokens(request: Any) -> NDArray[np.int64]:
+    """The prompt's token ids, int64 `[prompt tokens]`; -1 where the prompt is embeddings or an image's place."""
+    if request.prompt_token_ids is None:
+        return np.full(len(request.prompt_embeds), -1, dtype=np.int64)
+    tokens = np.asarray(request.prompt_token_ids, dtype=np.int64)
+    return np.full_like(tokens, -1) if request.mm_features else tokens
+
+
+def _refuse_parallelism(config: Any) -> None:
+    """What is not captured yet is refused by name, before the weights are read."""
+    parallel = config.parallel_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise CaptureError(f"{name}={size}: capture runs on one rank so far; use 1, or unset VLLM_OVERLAY_CAPTURE")
+    if config.kv_transfer_config is not None:
+        raise CaptureError("a KV connector fills blocks whose rows never passed by; unset kv_transfer_config to capture")

@@ -1,0 +1,146 @@
+"""`vllm-overlay train`: an EAGLE-3 draft from captured states."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "train an EAGLE-3 draft from one or more stores"
+
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    """ "2,15,27" -> (2, 15, 27)."""
+    return tuple(int(word) for word in text.split(","))
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def fraction(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="store folders of one model, made by `capture`")
+    parser.add_argument("--model", required=True, help="local checkpoint folder of the target")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="RUN", help="folder of the run; new or empty unless --resume"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue RUN from its last checkpoint, with the same settings"
+    )
+
+    draft = parser.add_argument_group("the draft")
+    draft.add_argument(
+        "--features", type=layer_ids, metavar="IDS", help="three layer ids (default: 2,N//2,N-3 of N layers)"
+    )
+    draft.add_argument(
+        "--draft-vocab-size",
+        type=positive,
+        metavar="N",
+        help="tokens the draft can propose (default: 32768, or the model's if smaller)",
+    )
+    draft.add_argument("--hidden-size", type=positive, metavar="N", help="width of the draft (default: the target's)")
+    draft.add_argument(
+        "--norm-before-residual", action="store_true", help="the residual is the normed feature (default: off)"
+    )
+    draft.add_argument(
+        "--init",
+        choices=["target", "random"],
+        default="target",
+        help="start from the target's last layer and head (default: target)",
+    )
+
+    loop = parser.add_argument_group("the training")
+    loop.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the data (default: 3)")
+    loop.add_argument(
+        "--steps", type=positive, metavar="N", help="optimiser steps, instead of --epochs (default: by --epochs)"
+    )
+    loop.add_argument(
+        "--lr", type=float, default=5e-4, help="peak learning rate of AdamW; warm-up, then cosine (default: 5e-4)"
+    )
+    loop.add_argument(
+        "--warmup", type=fraction, default=0.05, metavar="X", help="fraction of the steps to warm up (default: 0.05)"
+    )
+    loop.add_argument("--weight-decay", type=float, default=0.0, metavar="X", help="AdamW's weight decay (default: 0)")
+    loop.add_argument(
+        "--gradient-clip", type=float, default=1.0, metavar="X", help="largest gradient norm (default: 1.0)"
+    )
+    loop.add_argument(
+        "--batch-tokens", type=positive, default=2048, metavar="N", help="tokens in a batch (default: 2048)"
+    )
+    loop.add_argument(
+        "--max-length", type=positive, default=4096, metavar="N", help="longer records are cut (default: 4096)"
+    )
+    loop.add_argument(
+        "--ttt-steps", type=positive, default=3, metavar="N", help="steps of test-time training (default: 3)"
+    )
+    loop.add_argument(
+        "--step-weight", type=float, default=0.8, metavar="X", help="weight of step s is X**s (default: 0.8)"
+    )
+    loop.add_argument(
+        "--seed", type=int, default=0, help="of the order of the data and the random weights (default: 0)"
+    )
+    loop.add_argument(
+        "--holdout", type=fraction, default=0.05, metavar="X", help="fraction of records to validate on (default: 0.05)"
+    )
+    loop.add_argument(
+        "--checkpoint-every", type=positive, default=100, metavar="N", help="steps between checkpoints (default: 100)"
+    )
+    loop.add_argument(
+        "--self-test",
+        choices=["strict", "warn", "off"],
+        default="warn",
+        help="check that the target's head on the last state says the next token: refuse, warn, or do not look (default: warn)",
+    )
+    loop.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)"
+    )
+    loop.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="of the matrix products; weights stay float32 (default: auto, bfloat16 on a GPU, float32 on a CPU)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_overlay.eagle3.training import Settings, train
+
+    settings = Settings(
+        features=args.features,
+        draft_vocab_size=args.draft_vocab_size,
+        hidden_size=args.hidden_size,
+        norm_before_residual=args.norm_before_residual,
+        init=args.init,
+        ttt_steps=args.ttt_steps,
+        step_weight=args.step_weight,
+        epochs=args.epochs,
+        steps=args.steps,
+        learning_rate=args.lr,
+        warmup=args.warmup,
+        weight_decay=args.weight_decay,
+        gradient_clip=args.gradient_clip,
+        batch_tokens=args.batch_tokens,
+        max_length=args.max_length,
+        holdout=args.holdout,
+        seed=args.seed,
+        checkpoint_every=args.checkpoint_every,
+        dtype=args.dtype,
+    )
+    result = train(
+        args.stores, args.model, args.output, settings, device=args.device, self_test=args.self_test, resume=args.resume
+    )
+    print(f"{result.run}: {result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")
+    if result.held_out_accuracy is not None:
+        print(
+            "held out, same first choice as the target: "
+            + ", ".join(f"{rate:.1%}" for rate in result.held_out_accuracy)
+        )
+    return 0

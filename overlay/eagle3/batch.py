@@ -1,0 +1,86 @@
+"""Documents packed into one batch: what is computed, what is scored, and against which state of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm_overlay.eagle3.attention import Span, make_spans
+
+
+@dataclass(frozen=True)
+class Document:
+    """One record, ready to learn from. N is the target's number of layers.
+
+    token_ids: int64 [T]. features: [T, 3, target_hidden]. final_states: [T, target_hidden], layer id N, before the
+    final norm.
+    loss_mask: bool [T], True at the tokens whose states are targets.
+    """
+
+    token_ids: torch.Tensor
+    features: torch.Tensor
+    final_states: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents. Row p at step s reads token p+1+s at position p+s and is scored against the state at p+1+s.
+
+    Only rows with something to score at some step are computed (`rows`); all tokens are keys.
+    """
+
+    features: torch.Tensor  # [tokens, 3, target_hidden] float32
+    next_tokens: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    rows: torch.Tensor  # int64 [rows], token numbers
+    spans: list[Span]
+    row_tokens: list[torch.Tensor]  # for each step: int64 [rows], the token each row reads
+    scored: list[torch.Tensor]  # for each step: int64 [n], which of `rows` are scored
+    scored_targets: list[torch.Tensor]  # for each step: int64 [n], which of `final_states` they are scored against
+    final_states: (
+        torch.Tensor
+    )  # [targets, target_hidden] float32: the states at every masked token that some row predicts
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Batch:
+    """Pack documents for `steps` steps of test-time training. Documents never see each other."""
+    lengths = [len(document.token_ids) for document in documents]
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    token_ids = torch.cat([document.token_ids for document in documents])
+    loss_mask = torch.cat([document.loss_mask for document in documents]).bool()
+    total = len(token_ids)
+    start_of_token = torch.repeat_interleave(starts, torch.tensor(lengths))
+    stop_of_token = start_of_token + torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
+    token_numbers = torch.arange(total)
+
+    # A shift past the document's end finds nothing to score; the clamp only keeps the index legal.
+    shifted = [token_numbers + 1 + step for step in range(steps)]
+    clamped = [index.clamp(max=total - 1) for index in shifted]
+    counts = [(index < stop_of_token) & loss_mask[safe] for index, safe in zip(shifted, clamped, strict=True)]
+    active = torch.stack(counts).any(0)
+    rows = active.nonzero()[:, 0]
+
+    is_target = loss_mask & (token_numbers > start_of_token)
+    target_number = is_target.cumsum(0) - 1
+    scored = [count[rows].nonzero()[:, 0] for count in counts]
+    features = torch.cat([document.features for document in documents]).to(device, torch.float32)
+    final_states = torch.cat([document.final_states for document in documents])[is_target].to(device, torch.float32)
+    return Batch(
+        features=features,
+        next_tokens=token_ids[clamped[0]].to(device),
+        positions=(token_numbers - start_of_token).to(device),
+        rows=rows.to(device),
+        spans=make_spans(rows, starts.tolist()),
+        row_tokens=[token_ids[safe[rows]].to(device) for safe in clamped],
+        scored=[index.to(device) for index in scored],
+        scored_targets=[
+            target_number[safe[rows[index]]].to(device) for safe, index in zip(clamped, scored, strict=True)
+        ],
+        final_states=final_states,
+    )

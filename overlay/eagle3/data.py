@@ -1,0 +1,186 @@
+"""Records of stores as training documents: layers found by id, unusable records counted, batches planned."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm_overlay.eagle3.batch import Document
+from vllm_overlay.errors import OverlayError
+from vllm_overlay.store import Record, Store, StoreMeta
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One usable record: where it is, and what is small enough to keep in memory.
+
+    token_ids: int64 [T]; loss_mask: bool [T]; both cut to the longest length allowed.
+    num_prompt_tokens: of the record, not cut.
+    """
+
+    store: int
+    index: int
+    key: str
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Records that are not trained on, and how many were cut."""
+
+    incomplete: int = 0
+    unmasked: int = 0  # nothing under the loss mask, or a single token
+    truncated: int = 0
+
+
+class Corpus:
+    """The usable records of some stores that hold the same layers of the same model."""
+
+    def __init__(
+        self, stores: Sequence[Store], feature_ids: tuple[int, ...], entries: list[Entry], skipped: Skipped
+    ) -> None:
+        self.stores = stores
+        self.feature_ids = feature_ids
+        self.entries = entries
+        self.skipped = skipped
+        columns = list(stores[0].layer_ids)
+        self._feature_columns = [columns.index(layer) for layer in feature_ids]
+        self._final_column = columns.index(stores[0].meta.num_hidden_layers)
+
+    @property
+    def meta(self) -> StoreMeta:
+        return self.stores[0].meta
+
+    def digest(self) -> str:
+        """Changes when a record, a token or a mask does: an exact resume needs the same data."""
+        digest = hashlib.sha256()
+        for entry in self.entries:
+            digest.update(f"{entry.store}/{entry.index}/{entry.key}/{entry.num_tokens}\n".encode())
+            digest.update(entry.token_ids.numpy().tobytes() + entry.loss_mask.numpy().tobytes())
+        return digest.hexdigest()
+
+    def document(self, entry: Entry) -> Document:
+        """Read the states of one record, in the store's dtype."""
+        states = self.stores[entry.store][entry.index].hidden_states[: entry.num_tokens]  # [T, layers, hidden]
+        return Document(
+            entry.token_ids, states[:, self._feature_columns], states[:, self._final_column], entry.loss_mask
+        )
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def default_features(num_hidden_layers: int) -> tuple[int, ...]:
+    """The EAGLE-3 layers 2, N//2, N-3 (SafeAILab's 1, N//2-1, N-4, counted as the stream after k layers)."""
+    return 2, num_hidden_layers // 2, num_hidden_layers - 3
+
+
+def open_corpus(
+    paths: Sequence[str | Path], feature_ids: tuple[int, ...] | None = None, max_length: int = 4096
+) -> Corpus:
+    """Open stores and read every record's tokens and mask (not its states).
+
+    Raises OverlayError: stores that disagree, a layer id that a store does not have, nothing to learn from.
+    """
+    stores = [Store.open(path) for path in paths]
+    first = stores[0]
+    for path, store in zip(paths, stores, strict=True):
+        for fact in ("model_fingerprint", "hidden_size", "num_hidden_layers"):
+            found, wanted = getattr(store.meta, fact), getattr(first.meta, fact)
+            if found != wanted:
+                raise OverlayError(f"{path}: {fact} is {found!r}, in {paths[0]} {wanted!r}; train on stores of one model")
+        if tuple(store.layer_ids) != tuple(first.layer_ids):
+            raise OverlayError(
+                f"{path}: holds layers {list(store.layer_ids)}, {paths[0]} holds {list(first.layer_ids)}"
+            )
+    feature_ids = feature_ids or default_features(first.meta.num_hidden_layers)
+    _require_layers(first, paths[0], feature_ids)
+
+    entries: list[Entry] = []
+    incomplete = unmasked = truncated = 0
+    for store_number, store in enumerate(stores):
+        for index in range(len(store)):
+            record = store[index]
+            if not record.complete:
+                incomplete += 1
+                continue
+            entry = _read_entry(record, store_number, index, max_length)
+            if not entry.loss_mask[1:].any():
+                unmasked += 1
+                continue
+            truncated += len(record.token_ids) > max_length
+            entries.append(entry)
+    if not entries:
+        raise OverlayError(
+            f"{', '.join(map(str, paths))}: nothing to learn from: {incomplete} incomplete record(s), "
+            f"{unmasked} without a token under the loss mask"
+        )
+    return Corpus(stores, feature_ids, entries, Skipped(incomplete, unmasked, truncated))
+
+
+def _require_layers(store: Store, path: str | Path, feature_ids: tuple[int, ...]) -> None:
+    final = store.meta.num_hidden_layers
+    if len(feature_ids) != 3:
+        raise OverlayError(f"--features {','.join(map(str, feature_ids))}: three layer ids are needed")
+    missing = [layer for layer in (*feature_ids, final) if layer not in store.layer_ids]
+    if missing:
+        raise OverlayError(
+            f"{path}: has layers {list(store.layer_ids)}, not {missing}; training needs the features {list(feature_ids)} "
+            f"and the last state {final}: capture again with --layers, or choose --features"
+        )
+
+
+def _read_entry(record: Record, store: int, index: int, max_length: int) -> Entry:
+    """`loss_mask` None means: every generated token."""
+    token_ids = record.token_ids[:max_length].clone()
+    mask = record.loss_mask
+    if mask is None:
+        mask = torch.arange(len(record.token_ids)) >= record.num_prompt_tokens
+    key = f"{record.request_id}/{record.tag or ''}"
+    return Entry(store, index, key, token_ids, mask[:max_length].clone().bool(), record.num_prompt_tokens)
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Stable: depends on the record's name alone, not on the other records, their order or the seed."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def split(entries: Sequence[Entry], holdout: float) -> tuple[list[Entry], list[Entry]]:
+    """(training, held out). Raises OverlayError where nothing is left to train on."""
+    training = [entry for entry in entries if not is_held_out(entry.key, holdout)]
+    held_out = [entry for entry in entries if is_held_out(entry.key, holdout)]
+    if not training:
+        raise OverlayError(f"--holdout {holdout}: no record is left to train on, of {len(entries)}")
+    return training, held_out
+
+
+def plan_batches(entries: Sequence[Entry], batch_tokens: int) -> list[list[Entry]]:
+    """Fill batches up to `batch_tokens` in the order given; a longer record makes a batch of its own."""
+    batches: list[list[Entry]] = []
+    filled = batch_tokens
+    for entry in entries:
+        if filled + entry.num_tokens > batch_tokens or not batches:
+            batches.append([])
+            filled = 0
+        batches[-1].append(entry)
+        filled += entry.num_tokens
+    return batches
+
+
+def plan_epoch(entries: Sequence[Entry], batch_tokens: int, seed: int, epoch: int) -> list[list[Entry]]:
+    """The batches of one epoch. A function of (seed, epoch) alone, so a resumed run needs no random state."""
+    shuffled = list(entries)
+    random.Random(f"{seed}/{epoch}").shuffle(shuffled)
+    return plan_batches(shuffled, batch_tokens)

@@ -1,0 +1,189 @@
+"""The EAGLE-3 draft: three features fused by `fc`, one Llama layer over (embedding, feature), a small head.
+
+Parameter names are those of the checkpoint that vLLM loads, so that export is a plain save. Sources: EAGLE-3 (Li et
+al. 2025); `vllm/model_executor/models/llama_eagle3.py`, whose forward this follows line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, silu
+from vllm_overlay.eagle3.attention import Span, attend, rotate
+from vllm_overlay.eagle3.target import rms_norm
+
+NUM_FEATURES = 3
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The shapes of a draft. One whose `hidden_size` differs from the target's carries embeddings of its own."""
+
+    hidden_size: int
+    target_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    norm_before_residual: bool
+    layer_ids: tuple[int, ...]  # residual-stream ids of the three features: id k is the stream after k decoder layers
+
+    @property
+    def has_own_embeddings(self) -> bool:
+        """vLLM shares the target's embeddings with a draft that has none, which only fits where the sizes are equal."""
+        return self.hidden_size != self.target_hidden_size
+
+
+@dataclass
+class Chain:
+    """What a step leaves for the next: keys and values of step 0 for all tokens, then a pair of each later step."""
+
+    keys: torch.Tensor  # [tokens, kv_heads, head_dim]
+    values: torch.Tensor
+    rows: torch.Tensor  # int64 [rows]: token number in the batch of each row that predicts
+    spans: Sequence[Span]
+    tail_keys: list[torch.Tensor] = field(default_factory=list)  # each [rows, kv_heads, head_dim]
+    tail_values: list[torch.Tensor] = field(default_factory=list)
+
+
+class RMSNorm(nn.Module):
+    """Llama's RMSNorm with its weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """The projections of the layer's attention; their input is twice as wide as Llama's."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.theta, self.head_dim = config.rope_theta, config.head_dim
+        query_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_proj(x).view(len(x), -1, self.head_dim), positions, self.theta)
+
+    def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = rotate(self.k_proj(x).view(len(x), -1, self.head_dim), positions, self.theta)
+        return keys, self.v_proj(x).view(len(x), -1, self.head_dim)
+
+
+class MLP(nn.Module):
+    """Llama's gated MLP."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Midlayer(nn.Module):
+    """The one decoder layer, over cat(input_layernorm(embedding), hidden_norm(feature))."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def enter(self, embeddings: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both inputs [n, hidden] -> the attention's input [n, 2 * hidden] and the residual [n, hidden]."""
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        return torch.cat([self.input_layernorm(embeddings), normed], dim=-1), residual
+
+    def leave(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Attention output [rows, heads * head_dim], residual [rows, hidden] -> layer output [rows, hidden]."""
+        residual = residual + self.self_attn.o_proj(attended)
+        return residual + cast(torch.Tensor, self.mlp(self.post_attention_layernorm(residual)))
+
+
+class Draft(nn.Module):
+    """The draft. `target_embeddings`: [vocab, hidden], frozen and shared; None where the draft has its own."""
+
+    def __init__(self, config: DraftConfig, target_embeddings: torch.Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Midlayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.has_own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            # Not persistent: the file must not hold the target's embeddings, vLLM shares them.
+            self.register_buffer("target_embeddings", target_embeddings, persistent=False)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> [n, hidden]."""
+        if self.config.has_own_embeddings:
+            return cast(torch.Tensor, self.embed_tokens(token_ids))
+        return embedding(token_ids, cast(torch.Tensor, self.target_embeddings)).float()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's output [rows, hidden] -> logits [rows, draft_vocab]."""
+        return cast(torch.Tensor, self.lm_head(self.norm(hidden)))
+
+    def start(
+        self,
+        features: torch.Tensor,
+        next_tokens: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        spans: Sequence[Span],
+    ) -> tuple[torch.Tensor, Chain]:
+        """Step 0, on true features. Returns the layer's output [rows, hidden] and the chain.
+
+        features: [tokens, 3, target_hidden]. next_tokens: int64 [tokens], the token AFTER each position (of the last
+        one of a document: anything, no row looks at it). positions: int64 [tokens] in the document. rows, spans: see
+        `attention`.
+        """
+        fused = self.fc(features.flatten(1)).float()  # [tokens, hidden]
+        x, residual = self.midlayer.enter(self.embed(next_tokens), fused)
+        keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
+        queries = self.midlayer.self_attn.queries(x[rows], positions[rows])
+        attended = attend(queries, keys, values, [], [], rows, spans)
+        return self.midlayer.leave(attended, residual[rows]), Chain(keys, values, rows, spans)
+
+    def advance(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, chain: Chain
+    ) -> torch.Tensor:
+        """A later step, on the output of the step before: [rows, hidden] -> [rows, hidden]; the chain grows.
+
+        next_tokens, positions: int64 [rows], one further on than at the step before.
+        """
+        x, residual = self.midlayer.enter(self.embed(next_tokens), hidden)
+        keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
+        chain.tail_keys.append(keys)
+        chain.tail_values.append(values)
+        queries = self.midlayer.self_attn.queries(x, positions)
+        attended = attend(
+            queries, chain.keys, chain.values, chain.tail_keys, chain.tail_values, chain.rows, chain.spans
+        )
+        return self.midlayer.leave(attended, residual)

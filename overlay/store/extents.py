@@ -1,0 +1,52 @@
+"""Extents: runs of consecutive rows, int64 `[extents, 2]` of (start, count). Start -1 is a hole: no rows there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOLE = -1
+
+Extents = NDArray[np.int64]
+
+
+def find_extents(rows: NDArray[np.int64]) -> Extents:
+    """The extents of a record whose positions have the row numbers `rows` `[T]`; -1 where a position has none."""
+    hole = rows < 0
+    follows = np.where(hole[1:], hole[:-1], ~hole[:-1] & (rows[1:] == rows[:-1] + 1))
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    starts = np.where(hole[first], HOLE, rows[first])
+    counts = np.diff(np.append(first, len(rows)))
+    return np.stack((starts, counts), axis=1).astype(np.int64)
+
+
+def find_holes(extents: Extents) -> list[tuple[int, int]]:
+    """The positions without a row, as (first, last) pairs."""
+    ends = np.cumsum(extents[:, 1])
+    return [
+        (int(end - count), int(end - 1)) for (start, count), end in zip(extents, ends, strict=True) if start == HOLE
+    ]
+
+
+def merge_extents(extents: Iterable[Extents]) -> Extents:
+    """The rows that occur in any of the extents, each once: disjoint extents in ascending order, without holes."""
+    every: Extents = np.concatenate([np.empty((0, 2), dtype=np.int64), *extents])
+    every = every[every[:, 0] != HOLE]
+    if not len(every):
+        return np.empty((0, 2), dtype=np.int64)
+    every = every[np.argsort(every[:, 0], kind="stable")]
+    starts, ends = every[:, 0], np.maximum.accumulate(every.sum(axis=1))
+    fresh = np.concatenate(([True], starts[1:] > ends[:-1]))
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:], len(every)) - 1
+    return np.stack((starts[first], ends[last] - starts[first]), axis=1)
+
+
+def pack_extents(extents: Extents) -> bytes:
+    return extents.astype("<i8").tobytes()
+
+
+def unpack_extents(blob: bytes) -> Extents:
+    return np.frombuffer(blob, dtype="<i8").astype(np.int64).reshape(-1, 2)

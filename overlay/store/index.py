@@ -1,0 +1,170 @@
+"""The index: one SQLite file with a row for each record, log and shard. A record exists once its row is committed."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.log import SHARDS_FOLDER, ShardRows
+from vllm_overlay.store.meta import StoreMeta
+
+logger = logging.getLogger("vllm_overlay.store")
+
+INDEX_FILE = "index.sqlite"
+SCHEMA_VERSION = 1
+WAIT_FOR_OTHER_WRITERS_S = 60
+
+# records: only ever added, so that ids are 1, 2, 3, ... in the order of their commits, across all writers. The blobs
+# come last: SQLite then reads the facts before them without the blobs' pages. token_ids and extents are little-endian
+# int64, loss_mask is a byte a token, checksum the 8 bytes of a digest (see checksum.py). logs: `closed` is NULL until
+# its writer, or after a crash the next one, is done with it; `dropped` counts the rows a crash left in no record.
+SCHEMA = (
+    "CREATE TABLE meta (schema_version INTEGER NOT NULL, meta TEXT NOT NULL, created REAL NOT NULL)",
+    """CREATE TABLE logs (
+        id INTEGER PRIMARY KEY, started REAL NOT NULL, pid INTEGER NOT NULL, rows INTEGER NOT NULL DEFAULT 0,
+        closed REAL, clean INTEGER, dropped INTEGER NOT NULL DEFAULT 0)""",
+    """CREATE TABLE shards (
+        log INTEGER NOT NULL REFERENCES logs, number INTEGER NOT NULL, file TEXT NOT NULL,
+        first_row INTEGER NOT NULL, rows INTEGER NOT NULL,
+        PRIMARY KEY (log, number))""",
+    """CREATE TABLE records (
+        id INTEGER PRIMARY KEY, log INTEGER NOT NULL REFERENCES logs, request_id TEXT NOT NULL,
+        num_tokens INTEGER NOT NULL, num_prompt_tokens INTEGER NOT NULL, complete INTEGER NOT NULL,
+        finish_reason TEXT NOT NULL, tag TEXT, checksum BLOB NOT NULL, created REAL NOT NULL,
+        extents BLOB NOT NULL, loss_mask BLOB, token_ids BLOB NOT NULL)""",
+    "CREATE INDEX records_by_request ON records (request_id)",
+    "CREATE INDEX records_by_tag ON records (tag)",
+)
+
+
+class Index:
+    """A connection to a store's index. Every error of SQLite leaves as a StoreError with the path."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.path = folder / INDEX_FILE
+        with self._naming_path():
+            # One connection is used by whichever thread holds its owner's lock. isolation_level None: transactions are
+            # ours to begin.
+            self._connection = sqlite3.connect(
+                f"{self.path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                timeout=WAIT_FOR_OTHER_WRITERS_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+
+    @classmethod
+    def open_for_writing(cls, folder: Path, meta: StoreMeta) -> Index:
+        """Create or open the index of `folder`. Raises StoreError if its rows are of another kind or it is newer."""
+        index = cls(folder, "rwc")
+        try:
+            index.execute("PRAGMA journal_mode=WAL")
+            # FULL, not NORMAL: a commit must survive a power cut, and its sync is small beside the sync of its rows.
+            index.execute("PRAGMA synchronous=FULL")
+            if not index.has_schema():
+                index._create_schema(meta)
+            misfits = meta.misfits(index.read_meta())
+        except BaseException:
+            index.close()
+            raise
+        if misfits:
+            index.close()
+            raise StoreError(f"{folder} holds other rows than this writer's ({'; '.join(misfits)}): use another folder")
+        return index
+
+    @classmethod
+    def open_for_reading(cls, folder: Path) -> Index:
+        """Open the index of `folder`. Raises StoreError if there is none."""
+        if not (folder / INDEX_FILE).is_file():
+            raise StoreError(f"{folder} is not a store: it has no {INDEX_FILE}")
+        index = cls(folder, "ro")
+        try:
+            if not index.has_schema():
+                raise StoreError(f"{folder} is not a store: its {INDEX_FILE} has no table of records")
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def execute(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._naming_path():
+            return self._connection.execute(statement, values).fetchall()
+
+    def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
+        with self._naming_path():
+            self._connection.executemany(statement, rows)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block's statements, or none if it raises. Waits for other writers."""
+        self.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.execute("COMMIT")
+        except BaseException:
+            with self._naming_path():
+                self._connection.rollback()
+            raise
+
+    def has_schema(self) -> bool:
+        return bool(self.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"))
+
+    def _create_schema(self, meta: StoreMeta) -> None:
+        with self.transaction():
+            for statement in SCHEMA:
+                self.execute(statement)
+            self.execute("INSERT INTO meta VALUES (?, ?, ?)", (SCHEMA_VERSION, meta.to_json(), time.time()))
+
+    def read_meta(self) -> StoreMeta:
+        """Raises StoreError if the index was written in a newer schema."""
+        version, text = self.execute("SELECT schema_version, meta FROM meta")[0]
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path.parent} was written in version {version} of the store's schema, "
+                f"and this release reads up to version {SCHEMA_VERSION}: upgrade vllm-overlay"
+            )
+        return StoreMeta.from_json(text)
+
+    def read_shards(self, log: int) -> list[ShardRows]:
+        found = self.execute("SELECT number, file, first_row, rows FROM shards WHERE log = ? ORDER BY number", (log,))
+        return [ShardRows(*row) for row in found]
+
+    def write_shards(self, log: int, shards: Iterable[ShardRows]) -> None:
+        self.execute_many(
+            "INSERT OR REPLACE INTO shards (log, number, file, first_row, rows) VALUES (?, ?, ?, ?, ?)",
+            [(log, shard.number, shard.file, shard.first_row, shard.rows) for shard in shards],
+        )
+
+    def leave_wal(self) -> None:
+        """Make the index one plain file, which a read-only folder needs, unless somebody else has it open."""
+        self.execute("PRAGMA busy_timeout=0")
+        try:
+            self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
+        except sqlite3.OperationalError as error:
+            logger.debug("%s stays in write-ahead mode: %s", self.path, error)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    @contextmanager
+    def _naming_path(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.path}: {error}") from error
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make `folder` and what a writer needs in it. Raises StoreError if that fails or it holds something else."""
+    with naming_path("create a store in", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in (SHARDS_FOLDER, "store.lock"))
+        if strangers and INDEX_FILE not in strangers:
+            raise StoreError(f"{folder} is not a store and not empty (it holds {strangers[0]}): write to a new folder")
+        (folder / SHARDS_FOLDER).mkdir(exist_ok=True)

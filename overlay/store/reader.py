@@ -1,0 +1,297 @@
+"""The reading side. It is read-only, needs no vLLM, and is right while writers are at work."""
+
+from __future__ import annotations
+
+import operator
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from vllm_overlay.store.checksum import compute_checksum
+from vllm_overlay.store.errors import IncompleteRecordError, StoreError, naming_path
+from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents
+from vllm_overlay.store.index import Index
+from vllm_overlay.store.log import ShardRows
+from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.shard import Shard, read_data_start
+
+COLUMNS = "request_id, num_prompt_tokens, complete, finish_reason, tag, log, extents, loss_mask, token_ids"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first`..`first + count - 1`, counted within one shard file."""
+
+    file: str
+    first: int
+    count: int
+
+
+class ShardMaps:
+    """The rows of all logs, each shard mapped into memory once, when it is first needed."""
+
+    def __init__(self, folder: Path, meta: StoreMeta) -> None:
+        self.folder = folder
+        self.meta = meta
+        self._shards: dict[int, list[ShardRows]] = {}
+        self._maps: dict[str, torch.Tensor] = {}
+
+    def learn(self, log: int, index: Index) -> None:
+        """Read which shards the log has by now. A writer that is at work adds to them."""
+        self._shards[log] = index.read_shards(log)
+
+    def knows(self, log: int, end: int) -> bool:
+        shards = self._shards.get(log)
+        return shards is not None and len(shards) > 0 and end <= shards[-1].first_row + shards[-1].rows
+
+    def split(self, log: int, start: int, count: int) -> Iterator[Piece]:
+        """The rows, cut where one shard ends and the next begins."""
+        shards = self._shards[log]
+        at = bisect_right(shards, start, key=lambda shard: shard.first_row) - 1
+        while count:
+            shard = shards[at]
+            first = start - shard.first_row
+            here = min(count, shard.rows - first)
+            yield Piece(shard.file, first, here)
+            start, count, at = start + here, count - here, at + 1
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """`[count, layers, hidden]`, a view of the map. Raises StoreError if the file is missing or cut short."""
+        rows = self._map(piece.file)[piece.first : piece.first + piece.count]
+        if len(rows) < piece.count:
+            last = piece.first + piece.count - 1
+            raise StoreError(f"{self.folder / piece.file} is cut short: rows {piece.first}..{last} are not all there")
+        return rows
+
+    def _map(self, file: str) -> torch.Tensor:
+        if file not in self._maps:
+            self._maps[file] = _map_shard(self.folder / file, self.meta)
+        return self._maps[file]
+
+
+def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
+    """`[rows, layers, hidden]`: the file in memory.
+
+    The map is private and writable, as for `torch.load(mmap=True)`: PyTorch has no read-only tensors, and warns about
+    read-only memory because a write to it would kill the process. What is written to it stays in this process. It keeps
+    no file open.
+    """
+    with naming_path("open", path):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            start = read_data_start(fd, path)
+            rows = max(0, (os.fstat(fd).st_size - start) // meta.row_bytes)
+        finally:
+            os.close(fd)
+    try:
+        content = torch.from_file(str(path), shared=False, size=start + rows * meta.row_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise StoreError(f"cannot map {path}: {error}") from error
+    return content[start:].view(meta.torch_dtype).view(rows, *meta.row_shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One captured request of T tokens. token_ids: int64 [T]. loss_mask: bool [T], or None if capture knew of none."""
+
+    request_id: str
+    token_ids: torch.Tensor = field(repr=False)
+    num_prompt_tokens: int
+    loss_mask: torch.Tensor | None = field(repr=False)
+    complete: bool
+    finish_reason: str
+    tag: str | None
+    _log: int = field(repr=False)
+    _extents: Extents = field(repr=False)
+    _maps: ShardMaps = field(repr=False)
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """`[T, layers, hidden]` on the CPU, in the store's dtype and its order of layers.
+
+        If the rows lie together in one shard this is a view of the file's map, shared by all records of the store: do
+        not write to it. Otherwise it is a copy. Raises IncompleteRecordError if positions have no row, StoreError if a
+        shard is missing or cut short.
+        """
+        holes = find_holes(self._extents)
+        if holes:
+            missing = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in holes)
+            raise IncompleteRecordError(
+                f"record {self.request_id!r} of {self._maps.folder} is incomplete: "
+                f"positions {missing} of {len(self.token_ids)} have no hidden states"
+            )
+        pieces = [
+            piece for start, count in self._extents.tolist() for piece in self._maps.split(self._log, start, count)
+        ]
+        if len(pieces) == 1:
+            return self._maps.view(pieces[0])
+        return torch.cat([self._maps.view(piece) for piece in pieces])
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with record `index` of a store. rows: what it is made of, by file, counted within the file."""
+
+    index: int
+    request_id: str
+    rows: tuple[str, ...]
+    problem: str
+
+    def __str__(self) -> str:
+        return f"record {self.index} ({self.request_id!r}): {self.problem}; its rows: {', '.join(self.rows)}"
+
+
+class Store:
+    """A store, open for reading: a sequence of records in the order they were committed. Make one with `Store.open`.
+
+    `store[i]` and iteration give records, `store["request-id"]` the newest with that id. Records that writers commit
+    meanwhile show up. It may be used after a fork and be sent to another process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._index = Index.open_for_reading(folder)
+        self._pid = os.getpid()
+        try:
+            self.meta = self._index.read_meta()
+        except BaseException:
+            self._index.close()
+            raise
+        self._maps = ShardMaps(folder, self.meta)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Store:
+        """Raises StoreError if `path` is not a store or was written by a newer release."""
+        return cls(Path(path))
+
+    @property
+    def path(self) -> Path:
+        return self._folder
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The columns of `hidden_states`: 0 is the embedding output, k the residual stream after k decoder layers."""
+        return self.meta.layer_ids
+
+    @property
+    def index(self) -> Index:
+        """The connection of this process: one of SQLite must not be carried over a fork."""
+        if self._pid != os.getpid():
+            self._index, self._pid = Index.open_for_reading(self._folder), os.getpid()
+        return self._index
+
+    def __len__(self) -> int:
+        return int(self.index.execute("SELECT coalesce(max(id), 0) FROM records")[0][0])
+
+    def __iter__(self) -> Iterator[Record]:
+        """The records that there are when the iteration begins."""
+        return (self[number] for number in range(len(self)))
+
+    def __contains__(self, request_id: object) -> bool:
+        return bool(self.index.execute("SELECT 1 FROM records WHERE request_id = ? LIMIT 1", (request_id,)))
+
+    def __getitem__(self, key: int | str) -> Record:
+        """Raises IndexError or KeyError if there is no such record."""
+        if isinstance(key, str):
+            newest = f"SELECT {COLUMNS} FROM records WHERE request_id = ? ORDER BY id DESC LIMIT 1"
+            found = self.index.execute(newest, (key,))
+            if not found:
+                raise KeyError(f"{self._folder} has no record of request {key!r}")
+            return self._make_record(found[0])
+        return self._make_record(self._fetch(operator.index(key), COLUMNS))
+
+    def tags(self) -> set[str]:
+        """The tags that records have."""
+        return {tag for (tag,) in self.index.execute("SELECT DISTINCT tag FROM records WHERE tag IS NOT NULL")}
+
+    def check(self, number: int) -> Damage | None:
+        """Read record `number` from disk again and compare it with its checksum. None if it is whole."""
+        request_id, log, extents, token_ids, checksum = self._fetch(
+            number, "request_id, log, extents, token_ids, checksum"
+        )
+        rows = unpack_extents(extents)
+        self._learn(log, rows)
+        try:
+            found = compute_checksum(
+                token_ids, rows, self.meta.row_bytes, lambda start, out: self._read(log, start, out)
+            )
+        except StoreError as error:
+            return Damage(number, request_id, self._name_rows(log, rows), str(error))
+        if found == checksum:
+            return None
+        problem = f"checksum {checksum.hex()} expected, {found.hex()} found"
+        return Damage(number, request_id, self._name_rows(log, rows), problem)
+
+    def verify(self) -> Iterator[Damage]:
+        """Every record that does not match its checksum, or whose rows cannot be read."""
+        for number in range(len(self)):
+            damage = self.check(number)
+            if damage is not None:
+                yield damage
+
+    def close(self) -> None:
+        """Close the index. Tensors that were read stay valid."""
+        self._index.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self._folder,)
+
+    def _fetch(self, number: int, columns: str) -> tuple[Any, ...]:
+        length = len(self)
+        if not -length <= number < length:
+            raise IndexError(f"record {number} of {self._folder}, which has {length}")
+        return self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (number % length + 1,))[0]
+
+    def _make_record(self, row: tuple[Any, ...]) -> Record:
+        request_id, num_prompt_tokens, complete, finish_reason, tag, log, extents, loss_mask, token_ids = row
+        rows = unpack_extents(extents)
+        self._learn(log, rows)
+        return Record(
+            request_id=request_id,
+            token_ids=torch.from_numpy(np.frombuffer(token_ids, dtype="<i8").astype(np.int64)),
+            num_prompt_tokens=num_prompt_tokens,
+            loss_mask=None if loss_mask is None else torch.from_numpy(np.frombuffer(loss_mask, dtype=np.bool_).copy()),
+            complete=bool(complete),
+            finish_reason=finish_reason,
+            tag=tag,
+            _log=log,
+            _extents=rows,
+            _maps=self._maps,
+        )
+
+    def _learn(self, log: int, extents: Extents) -> None:
+        stored = extents[extents[:, 0] != HOLE]
+        if len(stored) and not self._maps.knows(log, int(stored.sum(axis=1).max())):
+            self._maps.learn(log, self.index)
+
+    def _read(self, log: int, start: int, out: memoryview) -> None:
+        """Fill `out` from disk, not from the maps, which this process may have written to."""
+        for piece in self._maps.split(log, start, len(out) // self.meta.row_bytes):
+            shard = Shard.open(self._folder / piece.file, self.meta)
+            try:
+                shard.read(piece.first, out[: piece.count * self.meta.row_bytes])
+            finally:
+                shard.close()
+            out = out[piece.count * self.meta.row_bytes :]
+
+    def _name_rows(self, log: int, extents: Extents) -> tuple[str, ...]:
+        return tuple(
+            f"{piece.file} {piece.first}..{piece.first + piece.count - 1}"
+            for start, count in extents.tolist()
+            if start != HOLE
+            for piece in self._maps.split(log, start, count)
+        )

@@ -1,0 +1,86 @@
+"""What the next writer does about logs whose writer died: say what is lost, free its space, close it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from vllm_overlay.store.errors import naming_path
+from vllm_overlay.store.extents import merge_extents, unpack_extents
+from vllm_overlay.store.index import Index
+from vllm_overlay.store.log import SHARDS_FOLDER, LogLock, ShardRows, name_lock
+from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.shard import shrink_shard
+
+logger = logging.getLogger("vllm_overlay.store")
+
+
+def recover_logs(folder: Path, index: Index, meta: StoreMeta) -> None:
+    """Take over each log that was not closed and whose writer is proven dead. The caller holds the store's lock.
+
+    Raises StoreError if a file that records refer to is missing or short. Can be repeated if it is interrupted.
+    """
+    for log, pid in index.execute("SELECT id, pid FROM logs WHERE closed IS NULL ORDER BY id"):
+        path = folder / name_lock(log)
+        if not path.exists():
+            logger.warning(
+                "log %d of %s was not closed, and without %s nobody can tell if process %d still writes it: left alone",
+                log,
+                folder,
+                path.name,
+                pid,
+            )
+            continue
+        lock = LogLock.take_over(path)
+        if lock is None:
+            continue
+        try:
+            _recover_log(folder, index, meta, log, pid, lock)
+        finally:
+            lock.release()
+
+
+def _recover_log(folder: Path, index: Index, meta: StoreMeta, log: int, pid: int, lock: LogLock) -> None:
+    blobs = index.execute("SELECT extents FROM records WHERE log = ?", (log,))
+    kept = merge_extents(unpack_extents(blob) for (blob,) in blobs)
+    end = int(kept[-1].sum()) if len(kept) else 0
+    # After a power cut the count may be older than the records.
+    written = max(lock.read_count(), end)
+    dropped = written - int(kept[:, 1].sum())
+    shards = _trim_shards(folder, meta, log, index.read_shards(log), end)
+    with index.transaction():
+        index.execute("DELETE FROM shards WHERE log = ?", (log,))
+        index.write_shards(log, shards)
+        index.execute(
+            "UPDATE logs SET rows = ?, closed = ?, clean = 0, dropped = ? WHERE id = ?",
+            (end, time.time(), dropped, log),
+        )
+    with naming_path("remove", lock.path):
+        lock.path.unlink()
+    logger.warning(
+        "log %d of %s was not closed cleanly (process %d is gone): %d of its %d rows are in no record and were dropped",
+        log,
+        folder,
+        pid,
+        dropped,
+        written,
+    )
+
+
+def _trim_shards(folder: Path, meta: StoreMeta, log: int, shards: list[ShardRows], end: int) -> list[ShardRows]:
+    """Cut everything of the log after row `end` - 1. Returns the shards that are left."""
+    left = []
+    for shard in shards:
+        rows = min(shard.rows, end - shard.first_row)
+        if rows > 0:
+            left.append(ShardRows(shard.number, shard.file, shard.first_row, rows))
+    names = {shard.file for shard in left}
+    # Not only the shards that the index knows: it learns of one when a record is committed.
+    for path in (folder / SHARDS_FOLDER).glob(f"{log:04d}-*"):
+        if f"{SHARDS_FOLDER}/{path.name}" not in names:
+            with naming_path("remove", path):
+                path.unlink()
+    for shard in left:
+        shrink_shard(folder / shard.file, meta, shard.rows)
+    return left

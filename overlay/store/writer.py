@@ -1,0 +1,236 @@
+"""The writing side: rows as they come, records when their requests finish."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm_overlay.store.checksum import compute_checksum
+from vllm_overlay.store.errors import StoreError
+from vllm_overlay.store.extents import find_extents, pack_extents
+from vllm_overlay.store.index import Index, prepare_folder
+from vllm_overlay.store.log import LogLock, RowLog, lock_store, name_lock
+from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.recovery import recover_logs
+
+DEFAULT_SHARD_BYTES = 1 << 30
+
+INSERT_RECORD = """INSERT INTO records (
+        log, request_id, num_tokens, num_prompt_tokens, complete, finish_reason, tag, checksum, created,
+        extents, loss_mask, token_ids)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+
+
+@dataclass(frozen=True)
+class PendingRecord:
+    """A finished request, about to be a record.
+
+    token_ids: int64 [T]. rows: int64 [T], the row of each position in the writer's own log, -1 where there is none.
+    complete: no -1 in rows. loss_mask: bool [T] or None if it is not known. num_prompt_tokens: of the T tokens, those
+    that were given and not generated.
+    """
+
+    request_id: str
+    token_ids: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    num_prompt_tokens: int
+    complete: bool
+    finish_reason: str
+    tag: str | None
+    loss_mask: NDArray[np.bool_] | None
+
+
+class StoreWriter:
+    """One log of a store, open for writing. Several threads may use it; several writers, in several processes, may
+    share a store.
+
+    Make one with `StoreWriter.open`. As a context manager it closes itself.
+    """
+
+    def __init__(self, index: Index, meta: StoreMeta, log: int, rows: RowLog) -> None:
+        self.meta = meta
+        self._index = index
+        self._log = log
+        self._rows = rows
+        self._lock = threading.Lock()
+        self._closed = False
+        self._shards_in_index = 0
+        # After a failed sync the kernel may hold pages that will never reach the disk, and a second sync says nothing:
+        # no more records then.
+        self._lost: StoreError | None = None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], meta: StoreMeta, rows_per_shard: int | None = None) -> StoreWriter:
+        """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 1 GiB.
+
+        Logs of writers that died are taken over; what they lose is said in one warning each. Raises StoreError if the
+        folder cannot be written, is something else than a store, or holds rows of other layers, another size, dtype or
+        target.
+        """
+        if rows_per_shard is not None and rows_per_shard < 1:
+            raise StoreError(f"a shard holds at least one row, not {rows_per_shard}")
+        folder = Path(path)
+        prepare_folder(folder)
+        with lock_store(folder):
+            index = Index.open_for_writing(folder, meta)
+            try:
+                recover_logs(folder, index, meta)
+                log, lock = _start_log(folder, index)
+            except BaseException:
+                index.close()
+                raise
+        rows = RowLog(folder, log, meta, rows_per_shard or max(1, DEFAULT_SHARD_BYTES // meta.row_bytes), lock)
+        return cls(index, meta, log, rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows appended so far."""
+        return self._rows.rows
+
+    def append(self, rows: torch.Tensor) -> int:
+        """Write rows `[n, layers, hidden]` (CPU, contiguous, the store's dtype) and return the row number of the first.
+
+        Raises StoreError if they are of another shape or dtype, or cannot be written; the log is as before then.
+        """
+        shape, dtype = self.meta.row_shape, self.meta.torch_dtype
+        if rows.dim() != 3 or tuple(rows.shape[1:]) != shape or rows.dtype != dtype:
+            wanted = f"[n, {shape[0]}, {shape[1]}] of {dtype}"
+            raise StoreError(f"this store takes rows {wanted}, not {list(rows.shape)} of {rows.dtype}")
+        if rows.device.type != "cpu" or not rows.is_contiguous():
+            raise StoreError(f"rows must be contiguous on the CPU, not on {rows.device} with strides {rows.stride()}")
+        with self._lock:
+            self._check_open()
+            return self._rows.append(_view_bytes(rows))
+
+    def read_rows(self, start: int, count: int) -> torch.Tensor:
+        """Rows `[count, layers, hidden]` of this log, a copy. Raises StoreError if they were not all appended."""
+        rows = torch.empty((count, *self.meta.row_shape), dtype=self.meta.torch_dtype)
+        with self._lock:
+            self._check_open()
+            self._rows.read(start, _view_bytes(rows))
+        return rows
+
+    def commit(self, records: Sequence[PendingRecord]) -> None:
+        """Make the records exist: put the log's rows on disk, then write all of the records in one transaction.
+
+        Raises StoreError if a record contradicts itself or cannot be written; none of them exists then.
+        """
+        with self._lock:
+            self._check_open()
+            for record in records:
+                self._check_record(record)
+            self._sync()
+            values = [self._pack(record) for record in records]
+            with self._index.transaction():
+                self._index.write_shards(self._log, self._rows.shards[self._shards_in_index :])
+                self._index.execute("UPDATE logs SET rows = ? WHERE id = ?", (self._rows.rows, self._log))
+                self._index.execute_many(INSERT_RECORD, values)
+            self._shards_in_index = len(self._rows.shards)
+
+    def close(self) -> None:
+        """Finish the log; a second call does nothing. Raises StoreError if rows cannot be put on disk."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            # A log that lost rows stays as after a crash, for the next writer to take over.
+            try:
+                if self._lost is None:
+                    self._finish()
+            finally:
+                self._rows.release()
+                self._index.close()
+
+    def _finish(self) -> None:
+        folder = self._index.path.parent
+        with lock_store(folder):
+            self._rows.finish()
+            with self._index.transaction():
+                self._index.execute("DELETE FROM shards WHERE log = ?", (self._log,))
+                self._index.write_shards(self._log, self._rows.shards)
+                self._index.execute(
+                    "UPDATE logs SET rows = ?, closed = ?, clean = 1 WHERE id = ?",
+                    (self._rows.rows, time.time(), self._log),
+                )
+            (folder / name_lock(self._log)).unlink()
+            self._index.leave_wal()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the writer of {self._index.path.parent} is closed")
+
+    def _sync(self) -> None:
+        if self._lost is not None:
+            raise StoreError(f"rows may be lost, no further record is written: {self._lost}") from self._lost
+        try:
+            self._rows.sync()
+        except StoreError as error:
+            self._lost = error
+            raise
+
+    def _check_record(self, record: PendingRecord) -> None:
+        ids, rows, mask = record.token_ids, record.rows, record.loss_mask
+        name, tokens = f"record {record.request_id!r}", len(ids)
+        if ids.dtype != np.int64 or rows.dtype != np.int64:
+            raise StoreError(f"{name}: token ids and rows must be int64, not {ids.dtype} and {rows.dtype}")
+        if not tokens or ids.ndim != 1 or rows.shape != (tokens,):
+            raise StoreError(f"{name}: token ids {list(ids.shape)} and rows {list(rows.shape)} are not one row a token")
+        if mask is not None and (mask.shape != (tokens,) or mask.dtype != np.bool_):
+            raise StoreError(f"{name}: the loss mask must be bool [{tokens}], not {mask.dtype} {list(mask.shape)}")
+        if not 0 <= record.num_prompt_tokens <= tokens:
+            raise StoreError(f"{name}: {record.num_prompt_tokens} prompt tokens, of {tokens} tokens")
+        if rows.min() < -1 or rows.max() >= self._rows.rows:
+            raise StoreError(f"{name}: rows {rows.min()}..{rows.max()}, and this log has {self._rows.rows}")
+        missing = int((rows < 0).sum())
+        if record.complete != (missing == 0):
+            said = "complete" if record.complete else "incomplete"
+            raise StoreError(f"{name}: said to be {said}, and {missing} of {tokens} rows are missing")
+
+    def _pack(self, record: PendingRecord) -> tuple[object, ...]:
+        """The values of the record's row in the index, in the order of INSERT_RECORD."""
+        extents = find_extents(record.rows)
+        token_ids = record.token_ids.astype("<i8").tobytes()
+        return (
+            self._log,
+            record.request_id,
+            len(record.token_ids),
+            record.num_prompt_tokens,
+            int(record.complete),
+            record.finish_reason,
+            record.tag,
+            compute_checksum(token_ids, extents, self.meta.row_bytes, self._rows.read),
+            time.time(),
+            pack_extents(extents),
+            None if record.loss_mask is None else record.loss_mask.tobytes(),
+            token_ids,
+        )
+
+
+def _start_log(folder: Path, index: Index) -> tuple[int, LogLock]:
+    """A new log and its lock, which is held before others can see the log: they cannot take its writer for dead."""
+    with index.transaction():
+        index.execute("INSERT INTO logs (started, pid) VALUES (?, ?)", (time.time(), os.getpid()))
+        log = int(index.execute("SELECT max(id) FROM logs")[0][0])
+        lock = LogLock.create(folder / name_lock(log))
+    return log, lock
+
+
+def _view_bytes(rows: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor: numpy has no bfloat16, so it goes through bytes."""
+    return memoryview(rows.detach().reshape(-1).view(torch.uint8).numpy().data)

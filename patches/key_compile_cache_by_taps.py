@@ -1,0 +1,47 @@
+"""The tapped layers are part of vLLM's compile-cache key.
+
+Why: the cache key covers vLLM's configuration and the model's source, and the taps are in neither. An entry made
+without taps would be reused and nothing captured; one made for other layers would write the wrong columns. What it
+does not change: the key of an engine without capture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from typing import Any
+
+import wrapt
+
+from vllm_overlay.activation import current_settings
+from vllm_overlay.capture.taps import TAP_FORMAT
+from vllm_overlay.patch import Patch
+
+
+def build(original: Any) -> Any:
+    def add_taps(wrapped: Any, config: Any, args: Any, kwargs: Any) -> str:
+        key = f"{wrapped(*args, **kwargs)} taps {TAP_FORMAT} {current_settings().layers}"
+        return hashlib.sha256(key.encode()).hexdigest()[:10]
+
+    return wrapt.FunctionWrapper(original, add_taps)
+
+
+def verify() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    # Callers pass no argument; building a VllmConfig here would settle the platform while vLLM is being imported.
+    inspect.signature(VllmConfig.compute_hash).bind(object())
+
+
+PATCH = Patch(
+    name="key_compile_cache_by_taps",
+    targets=("{VLLM_CONFIG}:VllmConfig.compute_hash",),
+    vllm=">=0.11",
+    process="worker",
+    relies_on={},
+    upstream="none: vLLM has no hook for what a plug-in adds to a model",
+    remove_when="vLLM asks plug-ins for cache-key factors",
+    build=build,
+    verify=verify,
+    only_with_capture=True,
+)

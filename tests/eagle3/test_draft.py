@@ -1,0 +1,215 @@
+"""The draft's test-time training against an unroll token by token, and what its rows can and cannot see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_overlay.eagle3.attention import make_spans
+from vllm_overlay.eagle3.batch import Document, pack
+from vllm_overlay.eagle3.draft import Draft, DraftConfig
+from vllm_overlay.eagle3.loss import TargetHead, combine, score_steps, unroll
+
+CPU = torch.device("cpu")
+
+
+def make_draft(hidden_size: int = 32, norm_before_residual: bool = False, seed: int = 0) -> Draft:
+    torch.manual_seed(seed)
+    config = DraftConfig(
+        hidden_size=hidden_size,
+        target_hidden_size=32,
+        num_attention_heads=hidden_size // 8,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=64,
+        draft_vocab_size=24,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=128,
+        norm_before_residual=norm_before_residual,
+        layer_ids=(2, 3, 4),
+    )
+    draft = Draft(config, torch.randn(64, 32))
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return draft
+
+
+def make_document(length: int, masked: list[int] | None = None, seed: int = 1) -> Document:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(length, dtype=torch.bool)
+    if masked is not None:
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[masked] = True
+    return Document(
+        torch.randint(0, 64, (length,), generator=generator),
+        torch.randn(length, 3, 32, generator=generator),
+        torch.randn(length, 32, generator=generator),
+        mask,
+    )
+
+
+def make_head(seed: int = 2) -> TargetHead:
+    generator = torch.Generator().manual_seed(seed)
+    return TargetHead(torch.ones(32), 1e-5, torch.randn(24, 32, generator=generator))
+
+
+def rotate_one(x: torch.Tensor, position: int) -> torch.Tensor:
+    """Rotary embedding of [heads, 8] by complex numbers, another way than ours."""
+    angles = position * 10000.0 ** (-torch.arange(4).double() / 4)
+    turned = torch.complex(x[:, :4].double(), x[:, 4:].double()) * torch.polar(torch.ones(4).double(), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1).float()
+
+
+def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> list[torch.Tensor]:
+    """A draft as it is served: a KV cache, one token at a time; features up to `row`, then its own output."""
+    layer, cache = draft.midlayer, []
+    tokens = document.token_ids
+    outputs = []
+    hidden = torch.empty(0)
+    for position in range(row + steps):
+        feature = draft.fc(document.features[position].flatten()) if position <= row else hidden
+        normed = layer.hidden_norm(feature)
+        x = torch.cat([layer.input_layernorm(draft.embed(tokens[position + 1])), normed])
+        query = rotate_one(layer.self_attn.q_proj(x).view(-1, 8), position)
+        cache.append((rotate_one(layer.self_attn.k_proj(x).view(-1, 8), position), layer.self_attn.v_proj(x).view(-1, 8)))
+        group = len(query) // 2
+        heads = []
+        for number, q in enumerate(query):
+            scores = torch.stack([key[number // group] @ q for key, _ in cache]) / 8**0.5
+            weights = scores.softmax(0)
+            heads.append(sum(weight * value[number // group] for weight, (_, value) in zip(weights, cache, strict=True)))
+        residual = normed if draft.config.norm_before_residual else feature
+        hidden = layer.leave(torch.cat(heads), residual)
+        if position >= row:
+            outputs.append(hidden)
+    return outputs
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("hidden_size", [32, 16])
+def test_three_steps_equal_a_token_by_token_unroll(hidden_size: int, norm_before_residual: bool) -> None:
+    """CASES 28, for both residuals and a draft narrower than its target."""
+    draft = make_draft(hidden_size, norm_before_residual)
+    document = make_document(12)
+    with torch.no_grad():
+        outputs = unroll(draft, pack([document], 3, CPU), 3)
+        for row in range(8):
+            expected = draft_one_chain(draft, document, row, 3)
+            for step in range(3):
+                torch.testing.assert_close(outputs[step][row], expected[step], atol=1e-5, rtol=1e-5)
+
+
+def test_a_document_is_the_same_alone_and_packed() -> None:
+    draft = make_draft()
+    documents = [make_document(n, seed=n) for n in (9, 5, 14)]
+    with torch.no_grad():
+        together = unroll(draft, pack(documents, 3, CPU), 3)
+        first = 0
+        for document in documents:
+            alone = unroll(draft, pack([document], 3, CPU), 3)
+            for step in range(3):
+                torch.testing.assert_close(together[step][first : first + len(alone[step])], alone[step])
+            first += len(alone[0])
+    assert first == len(together[0])
+
+
+def test_documents_do_not_see_each_other() -> None:
+    """The loss of one document has no gradient in the features of its neighbours."""
+    draft = make_draft()
+    before, middle, after = (make_document(8, seed=n) for n in range(3))
+    batch = pack([before, middle, after], 3, CPU)
+    batch.features.requires_grad_()
+    outputs = unroll(draft, batch, 3)
+    rows = (batch.rows >= 8) & (batch.rows < 16)
+    sum(output[rows].square().sum() for output in outputs).backward()
+    moved = batch.features.grad.abs().sum((1, 2)) > 0
+    assert moved.tolist() == [False] * 8 + [True] * 7 + [False] * 9
+
+
+def test_long_documents_are_cut_into_spans_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([0, 1, 2, 5, 6, 7, 9])
+    spans = make_spans(rows, [0, 5, 8], rows_per_span=2)
+    assert [(s.row_start, s.row_stop, s.key_start, s.key_stop) for s in spans] == [
+        (0, 2, 0, 2),
+        (2, 3, 0, 3),
+        (3, 5, 5, 7),
+        (5, 6, 5, 8),
+        (6, 7, 8, 10),
+    ]
+    draft, document = make_draft(), make_document(20)
+    with torch.no_grad():
+        whole = unroll(draft, pack([document], 3, CPU), 3)
+        monkeypatch.setattr("vllm_overlay.eagle3.batch.make_spans", lambda r, s: make_spans(r, s, rows_per_span=3))
+        cut = unroll(draft, pack([document], 3, CPU), 3)
+    for one, other in zip(whole, cut, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_mask_shifts_with_the_tokens() -> None:
+    """CASES 26: 8 tokens, answer at 4..6: row 3 learns, row 6 does not; and at step s everything is s further on."""
+    batch = pack([make_document(8, masked=[4, 5, 6])], 3, CPU)
+    assert batch.rows.tolist() == [1, 2, 3, 4, 5]
+    scored = [batch.rows[index].tolist() for index in batch.scored]
+    assert scored == [[3, 4, 5], [2, 3, 4], [1, 2, 3]]
+    assert [index.tolist() for index in batch.scored_targets] == [[0, 1, 2]] * 3
+    document = make_document(8, masked=[4, 5, 6])
+    torch.testing.assert_close(batch.final_states, document.final_states[4:7])
+    for step in range(3):
+        assert batch.row_tokens[step].tolist() == document.token_ids[batch.rows + 1 + step].tolist()
+
+    features = make_document(8).features.clone().requires_grad_()
+    one_step = pack([Document(document.token_ids, features, document.final_states, document.loss_mask)], 1, CPU)
+    hidden, _ = make_draft().start(
+        one_step.features, one_step.next_tokens, one_step.positions, one_step.rows, one_step.spans
+    )
+    hidden.square().sum().backward()
+    learned = features.grad.abs().sum((1, 2)) > 0
+    assert learned[3] and not learned[6] and not learned[7]
+
+
+def test_the_mask_ends_with_its_document() -> None:
+    """A shift never reaches into the next document, whose first tokens are masked here."""
+    batch = pack([make_document(4, masked=[3]), make_document(4, masked=[0, 1])], 3, CPU)
+    assert [batch.rows[index].tolist() for index in batch.scored] == [[2, 4], [1], [0]]
+
+
+def test_a_batch_without_a_scored_row_is_zero() -> None:
+    draft = make_draft()
+    batch = pack([make_document(6, masked=[])], 3, CPU)
+    loss = combine(score_steps(draft, make_head(), batch, 3), 0.8)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
+
+
+def test_the_loss_is_soft_cross_entropy_and_its_gradients_are_finite() -> None:
+    draft, head = make_draft(), make_head()
+    document = make_document(10, masked=[3, 4, 7])
+    batch = pack([document], 3, CPU)
+    scores = score_steps(draft, head, batch, 3)
+    outputs = unroll(draft, batch, 3)
+    for step, score in enumerate(scores):
+        expected = 0.0
+        for position in (3, 4, 7):
+            row = position - 1 - step
+            if row < 0:
+                continue
+            hidden = outputs[step][batch.rows.tolist().index(row)]
+            state = document.final_states[position]
+            target = (head.head @ (state / (state.square().mean() + 1e-5).sqrt())).softmax(0)
+            expected -= float((target * draft.logits(hidden[None])[0].log_softmax(0)).sum())
+        assert float(score.loss) == pytest.approx(expected, rel=1e-5)
+    assert [score.count for score in scores] == [3, 3, 3]
+    loss = combine(scores, 0.8)
+    assert float(loss) == pytest.approx(sum(0.8**s * float(score.loss) / 3 for s, score in enumerate(scores)))
+    loss.backward()
+    gradients = [parameter.grad for parameter in draft.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_the_targets_embeddings_are_not_trained_and_not_saved() -> None:
+    assert not any("embed" in name for name in make_draft().state_dict())
+    assert make_draft(16).state_dict()["embed_tokens.weight"].shape == (64, 16)
+    assert make_draft(16).fc.weight.shape == (16, 96)  # CASES 31

@@ -1,0 +1,62 @@
+"""Shards are safetensors files that other programs can read, at every moment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from vllm_overlay.store import Store, StoreWriter
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_safetensors_reads_a_shard_from_its_creation_on(dtype: str, store_path, make_meta, make_rows) -> None:
+    meta = make_meta(dtype=dtype)
+    rows = make_rows(3, meta.torch_dtype)
+    file = store_path / "shards" / "0001-00000.safetensors"
+    with StoreWriter.open(store_path, meta, rows_per_shard=1000) as writer:
+        writer.append(rows[:1])
+        early = load_file(file)["hidden_states"]
+        assert early.shape == (1000, 3, 8) and early.dtype is meta.torch_dtype
+        assert torch.equal(early[:1], rows[:1]) and not early[1:].any()
+        writer.append(rows[1:])
+    assert torch.equal(load_file(file)["hidden_states"], rows)
+    with safe_open(file, framework="pt") as opened:
+        assert json.loads(opened.metadata()["layer_ids"]) == [2, 1, 6]
+        assert opened.metadata()["format_version"] == "1"
+
+
+def test_data_of_a_shard_start_on_8_bytes(store_path, make_meta, make_rows) -> None:
+    for layers in ((0, 1, 2), (0, 1, 3, 5), (6,)):
+        meta = make_meta(layer_ids=layers, model_fingerprint=str(layers))
+        with StoreWriter.open(store_path / str(len(layers)), meta) as writer:
+            writer.append(torch.ones(1, len(layers), 8))
+        content = next((store_path / str(len(layers)) / "shards").iterdir()).read_bytes()
+        assert int.from_bytes(content[:8], "little") % 8 == 0
+        assert len(content) == 8 + int.from_bytes(content[:8], "little") + meta.row_bytes
+
+
+def test_space_is_taken_for_written_rows_only(store_path, meta, make_rows, make_record) -> None:
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(4))
+        status = (store_path / "shards" / "0001-00000.safetensors").stat()
+        assert status.st_size > 0.9 * 2**30
+        assert status.st_blocks * 512 < 2**20
+
+
+def test_long_logs_keep_few_files_open(store_path, meta, make_rows, make_record, open_files) -> None:
+    rows = make_rows(200)
+    with StoreWriter.open(store_path, meta, rows_per_shard=1) as writer:
+        before = open_files()
+        for number in range(200):
+            writer.append(rows[number : number + 1])
+            if number % 20 == 19:
+                writer.commit([])
+                assert open_files() <= before + 1
+        writer.commit([make_record("a", range(200))])
+        store = Store.open(store_path)
+        with_index = open_files()
+        assert torch.equal(store[0].hidden_states, rows)
+        assert open_files() == with_index
