@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,26 +28,41 @@ class FinishedRequests(set[str]):
         self.facts = dict(facts or {})
 
 
-_NOTED: WeakKeyDictionary[Any, dict[str, FinishedRequest]] = WeakKeyDictionary()
+@dataclass
+class _Notes:
+    """Of one scheduler: ended requests that no step has carried yet, and those that the last steps carried."""
+
+    waiting: dict[str, FinishedRequest] = field(default_factory=dict)
+    # A signal may end the engine between a step's schedule and its work in the worker, so what was sent last is told
+    # again at the end. More steps than any batch queue is deep.
+    sent: deque[dict[str, FinishedRequest]] = field(default_factory=lambda: deque(maxlen=16))
+
+
+_NOTES: WeakKeyDictionary[Any, _Notes] = WeakKeyDictionary()
 
 
 def note_finished(scheduler: Any, request: Any) -> None:
     """Remember a request that the scheduler is about to free."""
     facts = FinishedRequest(int(request.num_tokens), str(request.get_finished_reason()))
-    _NOTED.setdefault(scheduler, {})[request.request_id] = facts
+    _NOTES.setdefault(scheduler, _Notes()).waiting[request.request_id] = facts
 
 
 def take_finished(scheduler: Any) -> dict[str, FinishedRequest]:
-    """What was noted since the last call; it is forgotten here."""
-    return _NOTED.pop(scheduler, {})
+    """What was noted since the last call, to be carried by a step."""
+    notes = _NOTES.setdefault(scheduler, _Notes())
+    taken, notes.waiting = notes.waiting, {}
+    notes.sent.append(taken)
+    return taken
 
 
 def close_workers(executor: Any, scheduler: Any) -> None:
-    """Tell the workers of requests whose end no step has carried to them, and have them close their stores.
+    """Tell the workers of requests that no step, or only the last steps, carried to them; they close their stores.
 
     Errors: whatever a worker raises while it writes, as `collective_rpc` reports it.
     """
     if executor is None:
         return
-    ended = [(key, fact.num_tokens, fact.reason) for key, fact in take_finished(scheduler).items()]
+    take_finished(scheduler)
+    facts = {key: fact for sent in _NOTES[scheduler].sent for key, fact in sent.items()}
+    ended = [(key, fact.num_tokens, fact.reason) for key, fact in facts.items()]
     executor.collective_rpc("overlay_close", timeout=CLOSE_TIMEOUT_S, args=(ended,))

@@ -171,9 +171,9 @@ class Recorder:
                 request.generated[position] = int(seen[position - span.start])
 
     def _finish(self, key: str, rows: Rows, reason: str) -> None:
-        request = self._open.pop(key)
-        if not len(rows):
-            return
+        request = self._open.pop(key, None)
+        if request is None or not len(rows):
+            return  # posted twice around a signal, or aborted before its first row
         complete = not bool((rows == MISSING).any())
         self._ready.append(
             PendingRecord(

@@ -119,9 +119,9 @@ class RowBook:
             self._fill_from_cache(new)
         return plan
 
-    def finish(self, key: str, num_rows: int) -> Rows:
-        """The row numbers of positions 0 .. num_rows, MISSING where none is known; the request is forgotten."""
-        request = self._requests.pop(key)
+    def find_rows(self, key: str, num_rows: int) -> Rows:
+        """The row numbers of positions 0 .. num_rows, MISSING where none is known."""
+        request = self._find(key)
         if self._prompt_only:
             num_rows = min(num_rows, request.num_prompt_tokens)
         request.reserve(num_rows)
@@ -132,9 +132,9 @@ class RowBook:
         missing = np.flatnonzero(self._find(key).rows == MISSING)
         return int(missing[0]) if len(missing) else len(self._find(key).rows)
 
-    def discard(self, key: str) -> None:
-        """Forget a request that is not captured."""
-        self._requests.pop(key, None)
+    def forget(self, key: str) -> None:
+        """The request has ended."""
+        del self._requests[key]
 
     def is_captured(self, key: str) -> bool:
         return self._find(key).captured

@@ -190,12 +190,12 @@ class CaptureSession:
 
     def _finish(self, key: str, num_tokens: int, reason: str) -> None:
         if self._book is None or key not in self._book:
-            return  # never scheduled, for example aborted while it waited
-        if not self._book.is_captured(key):
-            self._book.discard(key)
-            return
-        num_rows = num_tokens - 1 if reason != "abort" else min(num_tokens - 1, self._book.count_leading_rows(key))
-        self._recorder.finish(key, self._book.finish(key, num_rows), reason)
+            return  # told again at the end, or never scheduled because it was aborted while it waited
+        if self._book.is_captured(key):
+            num_rows = num_tokens - 1 if reason != "abort" else min(num_tokens - 1, self._book.count_leading_rows(key))
+            self._recorder.finish(key, self._book.find_rows(key, num_rows), reason)
+        # Last, because a signal may raise SystemExit between any two lines and the request is then told again.
+        self._book.forget(key)
 
 
 def _facts(request_id: str, prompt: NDArray[np.int64], options: RequestOptions) -> RequestFacts:

@@ -87,7 +87,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['row_references'] - report['rows_in_records']:,} more references to shared rows",
         "logs": f"{report['logs']:,}: {report['logs_open']:,} not closed, "
         f"{report['logs_unclean']:,} cut off by a crash ({report['rows_dropped']:,} rows dropped)",
-        "on disk": f"{_format_bytes(report['bytes_on_disk'])} in {report['shards']:,} shards",
+        "on disk": f"{_format_bytes(report['bytes_on_disk'])} (shards: {report['shards']:,})",
         "finish reasons": ", ".join(f"{reason} {count:,}" for reason, count in report["finish_reasons"].items())
         or "none",
     }
@@ -101,7 +101,7 @@ def _format_norms(norms: dict[str, Any] | None) -> list[str]:
     if norms is None:
         return ["no complete record: no norms by layer"]
     lines = [
-        f"L2 norm of a token's hidden state, {norms['tokens']:,} tokens of {norms['records']:,} records:",
+        f"L2 norm of a token's hidden state (tokens: {norms['tokens']:,}, records: {norms['records']:,}):",
         f"{'layer':>8}{'mean':>12}{'5 %':>12}{'median':>12}{'95 %':>12}{'all zero':>10}{'not finite':>12}",
     ]
     for column, layer in enumerate(norms["layer_ids"]):
@@ -159,7 +159,7 @@ def draw_norms(store: Store, norms: LayerNorms | None, file: Path) -> None:
     )
     axes.plot(layers, [norms.mean[c] for c in order], marker="o", label="mean")
     axes.set_title(
-        f"{store.meta.model}: hidden states by layer\n{norms.tokens:,} tokens of {norms.records:,} records", fontsize=11
+        f"{store.meta.model}: hidden states by layer\ntokens: {norms.tokens:,}, records: {norms.records:,}", fontsize=11
     )
     axes.set_xlabel("layer id (0: embedding output, k: after k decoder layers)")
     axes.set_ylabel("L2 norm of a token's hidden state")

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=positive, metavar="N", help="optimiser steps, instead of --epochs (default: by --epochs)"
     )
     loop.add_argument(
-        "--lr", type=float, default=5e-4, help="peak learning rate of AdamW; warm-up, then cosine (default: 5e-4)"
+        "--lr", type=float, default=1e-3, help="peak learning rate of AdamW; warm-up, then cosine (default: 1e-3)"
     )
     loop.add_argument(
         "--warmup", type=fraction, default=0.05, metavar="X", help="fraction of the steps to warm up (default: 0.05)"
@@ -97,7 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--self-test",
         choices=["strict", "warn", "off"],
         default="warn",
-        help="check that the target's head on the last state says the next token: refuse, warn, or do not look (default: warn)",
+        help="if the target's head on the last state does not say the next token: refuse, warn, or do not look "
+        "(default: warn)",
     )
     loop.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)"

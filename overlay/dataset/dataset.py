@@ -89,7 +89,7 @@ def write_dataset(path: str | Path, items: Sequence[DatasetItem], meta: Mapping[
         raise OverlayError(f"{folder}: a dataset needs at least one conversation")
     if len(set(keys)) < len(keys):
         raise OverlayError(f"{folder}: two conversations have one key: {next(k for k in keys if keys.count(k) > 1)!r}")
-    tensors = {
+    tensors: dict[str, npt.NDArray[Any]] = {
         "token_ids": np.concatenate([item.token_ids for item in items]).astype(np.int32),
         "offsets": np.cumsum([0, *(len(item.token_ids) for item in items)], dtype=np.int64),
         "loss_mask": np.concatenate([item.loss_mask for item in items]).astype(np.uint8),

@@ -154,7 +154,8 @@ def _place_answer(tokenizer: Any, conversation: Conversation, turn: int, text: s
     if not turn or not text.startswith(before) or not after.startswith(before) or start < 0:
         raise OverlayError(
             f"{place}: turn {turn + 1} of conversation {conversation.key!r} cannot be placed: the chat template "
-            "does not show it in the whole conversation as it shows it alone, and has no generation markers; let the target write the answers (--regenerate)"
+            "does not show it in the whole conversation as it shows it alone, and has no generation markers; let the "
+            "target write the answers (--regenerate)"
         )
     return Span(start, start + len(answer)), shown
 

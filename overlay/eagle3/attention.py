@@ -58,7 +58,10 @@ def attend(
     [rows, kv_heads, head_dim] for each later step so far. rows: int64 [rows], the token number of each query.
     """
     kv_heads, head_dim = keys.shape[1:]
-    grouped = queries.view(len(queries), kv_heads, -1, head_dim) * head_dim**-0.5  # [rows, kv_heads, group, head_dim]
+    group = queries.shape[1] // kv_heads
+    grouped = (
+        queries.view(len(queries), kv_heads, group, head_dim) * head_dim**-0.5
+    )  # [rows, kv_heads, group, head_dim]
     outputs = []
     for span in spans:
         mine = slice(span.row_start, span.row_stop)
@@ -86,7 +89,7 @@ def attend(
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding (Su et al. 2021) of `[rows, heads, head_dim]` at positions int64 `[rows]`, halves as in Llama."""
+    """Rotary embedding (Su et al. 2021) of [rows, heads, head_dim] at positions int64 [rows], halves as in Llama."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[:, None].float() * frequencies  # [rows, half]

@@ -61,7 +61,7 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
 
     # A shift past the document's end finds nothing to score; the clamp only keeps the index legal.
     shifted = [token_numbers + 1 + step for step in range(steps)]
-    clamped = [index.clamp(max=total - 1) for index in shifted]
+    clamped = [index.minimum(stop_of_token - 1) for index in shifted]
     counts = [(index < stop_of_token) & loss_mask[safe] for index, safe in zip(shifted, clamped, strict=True)]
     active = torch.stack(counts).any(0)
     rows = active.nonzero()[:, 0]

@@ -23,7 +23,7 @@ def plot_curve(lines: Sequence[Line], path: Path) -> None:
     held_out = [line for line in lines if line["kind"] == "validation"]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    window = max(1, len(train) // 50)
+    window = max(1, len(train) // 12)
     steps = [line["step"] for line in train]
 
     loss = [line["loss_per_step"][0] for line in train]
@@ -36,7 +36,7 @@ def plot_curve(lines: Sequence[Line], path: Path) -> None:
         )
     loss_axes.set(title="Loss at the first draft position", xlabel="step", ylabel="soft cross-entropy, nats")
 
-    shades = ["#00441b", "#238b45", "#66c2a4", "#99d8c9", "#ccece6"]
+    shades = ["#1b7837", "#762a83", "#e08214", "#4393c3", "#969696"]
     for position in range(len(train[0]["accuracy"]) if train else 0):
         color = shades[min(position, len(shades) - 1)]
         values = smooth([100 * line["accuracy"][position] for line in train], window)

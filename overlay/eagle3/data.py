@@ -99,7 +99,9 @@ def open_corpus(
         for fact in ("model_fingerprint", "hidden_size", "num_hidden_layers"):
             found, wanted = getattr(store.meta, fact), getattr(first.meta, fact)
             if found != wanted:
-                raise OverlayError(f"{path}: {fact} is {found!r}, in {paths[0]} {wanted!r}; train on stores of one model")
+                raise OverlayError(
+                    f"{path}: {fact} is {found!r}, in {paths[0]} {wanted!r}; train on stores of one model"
+                )
         if tuple(store.layer_ids) != tuple(first.layer_ids):
             raise OverlayError(
                 f"{path}: holds layers {list(store.layer_ids)}, {paths[0]} holds {list(first.layer_ids)}"
@@ -136,7 +138,7 @@ def _require_layers(store: Store, path: str | Path, feature_ids: tuple[int, ...]
     missing = [layer for layer in (*feature_ids, final) if layer not in store.layer_ids]
     if missing:
         raise OverlayError(
-            f"{path}: has layers {list(store.layer_ids)}, not {missing}; training needs the features {list(feature_ids)} "
+            f"{path}: has layers {list(store.layer_ids)}, not {missing}; training needs features {list(feature_ids)} "
             f"and the last state {final}: capture again with --layers, or choose --features"
         )
 

@@ -6,6 +6,7 @@ al. 2025); `vllm/model_executor/models/llama_eagle3.py`, whose forward this foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -72,19 +73,21 @@ class Attention(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.theta, self.head_dim = config.rope_theta, config.head_dim
-        query_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.theta = config.rope_theta
+        self.query_shape = (config.num_attention_heads, config.head_dim)
+        self.kv_shape = (config.num_key_value_heads, config.head_dim)
+        query_size, kv_size = math.prod(self.query_shape), math.prod(self.kv_shape)
         self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return rotate(self.q_proj(x).view(len(x), -1, self.head_dim), positions, self.theta)
+        return rotate(self.q_proj(x).view(len(x), *self.query_shape), positions, self.theta)
 
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = rotate(self.k_proj(x).view(len(x), -1, self.head_dim), positions, self.theta)
-        return keys, self.v_proj(x).view(len(x), -1, self.head_dim)
+        keys = rotate(self.k_proj(x).view(len(x), *self.kv_shape), positions, self.theta)
+        return keys, self.v_proj(x).view(len(x), *self.kv_shape)
 
 
 class MLP(nn.Module):

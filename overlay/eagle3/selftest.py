@@ -15,8 +15,8 @@ from vllm_overlay.eagle3.target import Target
 EXPECTED = 0.99
 MAX_POSITIONS = 2048
 CAUSES = (
-    "likely causes: the text is not the target's own greedy text (sampled, or written by someone else), the last state is "
-    "not layer id N before the final norm, the states come from another checkpoint or quantisation, or rows are shifted"
+    "likely causes: the text is not the target's own greedy text (sampled, or written by someone else), the last state "
+    "is not layer id N before the final norm, the states are of another checkpoint or quantisation, or rows are shifted"
 )
 
 

@@ -47,7 +47,7 @@ class Settings:
     step_weight: float = 0.8
     epochs: int = 3
     steps: int | None = None
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     warmup: float = 0.05
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
@@ -207,7 +207,7 @@ class Trainer:
         return {
             "kind": "train",
             "step": step,
-            "loss": float(loss),
+            "loss": loss.item(),
             **_rates([scores]),
             "lr": rate,
             "gradient_norm": float(norm),
@@ -265,7 +265,7 @@ def _rates(batches: list[list[StepScores]]) -> dict[str, list[float]]:
     by_step = list(zip(*batches, strict=True))
     counts = [max(sum(score.count for score in scores), 1) for scores in by_step]
     return {
-        "loss_per_step": [sum(float(s.loss) for s in scores) / n for scores, n in zip(by_step, counts, strict=True)],
+        "loss_per_step": [sum(s.loss.item() for s in scores) / n for scores, n in zip(by_step, counts, strict=True)],
         "accuracy": [sum(int(s.agreed) for s in scores) / n for scores, n in zip(by_step, counts, strict=True)],
     }
 

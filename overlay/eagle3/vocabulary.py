@@ -60,7 +60,9 @@ def count_tokens(
     for token_ids, loss_mask in documents:
         largest = int(token_ids.max())
         if largest >= vocab_size:
-            raise OverlayError(f"the store holds token id {largest}, the model's vocabulary has {vocab_size}: wrong --model?")
+            raise OverlayError(
+                f"the store holds token id {largest}, the model's vocabulary has {vocab_size}: wrong --model?"
+            )
         present += torch.bincount(token_ids, minlength=vocab_size)
         counted += torch.bincount(token_ids[loss_mask], minlength=vocab_size)
     return counted, present

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 STOP_SECONDS = 30.0
-"""How long an engine process may take to end after it was told to, before it is killed."""
+"""How long the engine's processes may take to end after they were told to, before they are killed."""
 
 
 def build_engine(model: str, options: Sequence[str]) -> LLM:
@@ -61,7 +63,7 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
 
 def shut_down(llm: LLM) -> None:
     """End the engine. When it returns, every process that the engine had started is gone."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]  # vLLM requires it
 
     engine_core = llm.llm_engine.engine_core
     # Only a client of an engine in another process has `resources`; an engine in this process ends its own workers.
@@ -71,8 +73,11 @@ def shut_down(llm: LLM) -> None:
         if psutil.pid_exists(process.pid):
             engine = psutil.Process(process.pid)
             processes += [engine, *engine.children(recursive=True)]
-    engine_core.shutdown()
+    # Without a timeout vLLM kills the engine after 5 s, worker processes or not; older releases offer no other choice.
+    patient = "timeout" in inspect.signature(engine_core.shutdown).parameters
+    engine_core.shutdown(**({"timeout": STOP_SECONDS} if patient else {}))
     _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
     for process in alive:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+            process.kill()
     psutil.wait_procs(alive)

@@ -86,9 +86,11 @@ def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
         fd = os.open(path, os.O_RDONLY)
         try:
             start = read_data_start(fd, path)
-            rows = max(0, (os.fstat(fd).st_size - start) // meta.row_bytes)
+            rows = (os.fstat(fd).st_size - start) // meta.row_bytes
         finally:
             os.close(fd)
+    if rows < 0:
+        raise StoreError(f"{path} is cut short: it ends within its header")
     try:
         content = torch.from_file(str(path), shared=False, size=start + rows * meta.row_bytes, dtype=torch.uint8)
     except RuntimeError as error:

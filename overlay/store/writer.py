@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -224,10 +225,13 @@ class StoreWriter:
 
 def _start_log(folder: Path, index: Index) -> tuple[int, LogLock]:
     """A new log and its lock, which is held before others can see the log: they cannot take its writer for dead."""
-    with index.transaction():
-        index.execute("INSERT INTO logs (started, pid) VALUES (?, ?)", (time.time(), os.getpid()))
-        log = int(index.execute("SELECT max(id) FROM logs")[0][0])
-        lock = LogLock.create(folder / name_lock(log))
+    with ExitStack() as undo:
+        with index.transaction():
+            index.execute("INSERT INTO logs (started, pid) VALUES (?, ?)", (time.time(), os.getpid()))
+            log = int(index.execute("SELECT max(id) FROM logs")[0][0])
+            lock = LogLock.create(folder / name_lock(log))
+            undo.callback(lock.release)
+        undo.pop_all()
     return log, lock
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
 LAYERS, HIDDEN, VOCABULARY = 6, 32, 128
@@ -31,7 +30,7 @@ def reference() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.15,  # far from uniform, so that there is something to learn
+        initializer_range=0.4,  # sharp distributions, so that there is something to learn
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
@@ -75,6 +74,16 @@ def greedy(model: LlamaForCausalLM, prompt: torch.Tensor, length: int) -> torch.
     return token_ids
 
 
+@pytest.fixture(scope="session")
+def states_of(reference: LlamaForCausalLM) -> Callable[[torch.Tensor, Sequence[int]], torch.Tensor]:
+    return lambda token_ids, layer_ids: forward(reference, token_ids, layer_ids)
+
+
+@pytest.fixture(scope="session")
+def write_on(reference: LlamaForCausalLM) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    return lambda prompt, length: greedy(reference, prompt, length)
+
+
 StoreMaker = Callable[..., Path]
 
 
@@ -104,9 +113,7 @@ def make_store(reference: LlamaForCausalLM) -> StoreMaker:
             if not complete:
                 rows[0] = -1
             mask = None if loss_mask is None else np.resize(loss_mask, len(token_ids))
-            writer.commit(
-                [PendingRecord(f"r{number}", token_ids.numpy(), rows, 8, complete, "length", None, mask)]
-            )
+            writer.commit([PendingRecord(f"r{number}", token_ids.numpy(), rows, 8, complete, "length", None, mask)])
         writer.close()
         return path
 

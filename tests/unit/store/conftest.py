@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,5 +74,11 @@ def store_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_files() -> Callable[[], int]:
-    return lambda: len(list(Path("/proc/self/fd").iterdir()))
+def open_shards(store_path: Path) -> Callable[[], int]:
+    """How many shards of the store this process has open."""
+
+    def count() -> int:
+        targets = [os.fspath(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+        return sum(target.startswith(str(store_path)) and target.endswith(".safetensors") for target in targets)
+
+    return count

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter
 from vllm_overlay.store.index import Index
+from vllm_overlay.store.log import LogLock
 
 
 def test_short_writes_are_continued(store_path, meta, make_rows, make_record, monkeypatch) -> None:
@@ -98,7 +99,7 @@ def test_append_that_fails_in_its_second_shard_can_be_repeated(
     with StoreWriter.open(store_path, meta, rows_per_shard=3) as writer:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", fail_on_row_3)
-            with pytest.raises(StoreError, match="0001-00001.safetensors: Input/output error"):
+            with pytest.raises(StoreError, match=r"0001-00001.safetensors: Input/output error"):
                 writer.append(rows)
         writer.commit([])
         writer.append(rows[:2])
@@ -190,7 +191,7 @@ def test_impossible_meta_is_refused(changes: dict[str, Any], message: str, make_
 
 
 def test_folders_that_are_not_stores_are_refused_and_left_alone(tmp_path: Path, meta: StoreMeta) -> None:
-    with pytest.raises(StoreError, match="absent is not a store: it has no index.sqlite"):
+    with pytest.raises(StoreError, match=r"absent is not a store: it has no index.sqlite"):
         Store.open(tmp_path / "absent")
     other = tmp_path / "other"
     other.mkdir()
@@ -198,13 +199,13 @@ def test_folders_that_are_not_stores_are_refused_and_left_alone(tmp_path: Path, 
     with pytest.raises(StoreError, match=r"other is not a store and not empty \(it holds thesis.tex\)"):
         StoreWriter.open(other, meta)
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
-    with pytest.raises(StoreError, match="cannot create a store in .*thesis.tex: File exists"):
+    with pytest.raises(StoreError, match=r"cannot create a store in .*thesis.tex: File exists"):
         StoreWriter.open(other / "thesis.tex", meta)
     (other / "index.sqlite").write_text("this is no database, although it has the name of one" * 20)
-    with pytest.raises(StoreError, match="index.sqlite: file is not a database"):
+    with pytest.raises(StoreError, match=r"index.sqlite: file is not a database"):
         Store.open(other)
     (other / "index.sqlite").write_bytes(b"")
-    with pytest.raises(StoreError, match="other is not a store: its index.sqlite has no table of records"):
+    with pytest.raises(StoreError, match=r"other is not a store: its index.sqlite has no table of records"):
         Store.open(other)
     assert sorted(path.name for path in other.iterdir()) == ["index.sqlite", "thesis.tex"]
 
@@ -245,6 +246,35 @@ def test_closing_with_a_reader_does_not_wait_or_fail(store_path, meta, make_rows
         writer.append(make_rows(1))
         writer.commit([make_record("b", [0])])
         assert len(store) == 2
+
+
+def test_append_that_fails_in_a_new_shard_leaves_none_at_the_close(store_path, meta, make_rows, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise StoreError("no count")
+
+    with StoreWriter.open(store_path, meta, rows_per_shard=2) as writer:
+        writer.append(make_rows(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(LogLock, "write_count", fail)
+            with pytest.raises(StoreError, match="no count"):
+                writer.append(make_rows(2))
+    assert [path.name for path in (store_path / "shards").iterdir()] == ["0001-00000.safetensors"]
+
+
+def test_writer_that_cannot_begin_its_log_can_be_opened_again(store_path, meta, make_rows, monkeypatch) -> None:
+    execute = Index.execute
+
+    def fail_to_commit(self: Index, statement: str, values: Any = ()) -> Any:
+        if statement == "COMMIT" and execute(self, "SELECT count(*) FROM logs") == [(1,)]:
+            raise StoreError("disk full")
+        return execute(self, statement, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "execute", fail_to_commit)
+        with pytest.raises(StoreError, match="disk full"):
+            StoreWriter.open(store_path, meta)
+    with StoreWriter.open(store_path, meta) as writer:
+        assert writer.append(make_rows(1)) == 0
 
 
 def test_rows_per_shard_must_be_positive(store_path, meta) -> None:

@@ -101,7 +101,7 @@ def test_text_and_plot(small: Path, tmp_path: Path, capsys) -> None:
     text = capsys.readouterr().out
     assert "3: 2 complete, 1 incomplete" in text
     assert "6 stored, 5 of them in records, 4 more references to shared rows" in text
-    assert "4 tokens of 1 records" in text
+    assert "(tokens: 4, records: 1)" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ""] == ["norms.png"]
 
@@ -109,10 +109,10 @@ def test_text_and_plot(small: Path, tmp_path: Path, capsys) -> None:
 def test_damage_is_named_and_the_status_is_1(small: Path, capsys) -> None:
     shard = next((small / "shards").iterdir())
     content = bytearray(shard.read_bytes())
-    content[-60] ^= 1  # in the last row but one? no: 60 bytes from the end are in row 5, which no record has
+    content[-60] ^= 1  # in row 5, which no record has
     shard.write_bytes(content)
     assert run(small, "--verify") == 0
-    content[-60 - 96] ^= 1
+    content[-60 - 96] ^= 1  # in row 4, which only record b has
     shard.write_bytes(content)
     capsys.readouterr()
     assert run(small, "--json", "--verify") == 1
@@ -124,7 +124,7 @@ def test_damage_is_named_and_the_status_is_1(small: Path, capsys) -> None:
 
 
 def test_what_cannot_be_done_is_said(small: Path, tmp_path: Path, meta, capsys) -> None:
-    with pytest.raises(OverlayError, match="cannot write .*absent/norms.png: No such file"):
+    with pytest.raises(OverlayError, match=r"cannot write .*absent/norms.png: No such file"):
         run(small, "--plot", tmp_path / "absent" / "norms.png")
     with pytest.raises(OverlayError, match="nothing is not a store"):
         run(tmp_path / "nothing")

@@ -53,18 +53,18 @@ def check_records(store: Store, count: int) -> None:
 def test_two_writers_and_a_reader_at_once(store_path, meta) -> None:
     StoreWriter.open(store_path, meta).close()
     store = Store.open(store_path)
-    writers = [start(store_path, name, 40, "close") for name in ("left", "right")]
+    writers = [start(store_path, name, 20, "close") for name in ("left", "right")]
     seen = set()
     while any(writer.poll() is None for writer in writers):
         seen.add(len(store))
         check_records(store, len(store))
     assert [writer.wait() for writer in writers] == [0, 0]
     assert len(seen) > 2, "the reader was to see the store grow"
-    assert len(store) == 80
-    check_records(store, 80)
+    assert len(store) == 40
+    check_records(store, 40)
     for name in ("left", "right"):
         own = [record.request_id for record in store if record.request_id.startswith(name)]
-        assert own == [f"{name}-{number}" for number in range(40)]
+        assert own == [f"{name}-{number}" for number in range(20)]
     assert list(store.verify()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,15 @@ def test_empty_store(store_path, meta) -> None:
     assert list((store_path / "shards").iterdir()) == []
 
 
+def test_appending_no_rows_and_committing_no_records(store_path, meta, make_rows) -> None:
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(2))
+        assert writer.append(make_rows(0)) == 2
+        writer.commit([])
+        assert writer.read_rows(2, 0).shape == (0, 3, 8)
+    assert len(Store.open(store_path)) == 0
+
+
 def test_tensors_outlive_the_store(store_path, meta, make_rows, make_record) -> None:
     rows = make_rows(2)
     with StoreWriter.open(store_path, meta) as writer:
@@ -183,8 +193,9 @@ def test_contradictory_record_is_refused_with_its_batch(
 ) -> None:
     with StoreWriter.open(store_path, meta) as writer:
         writer.append(make_rows(2))
+        bad = replace(make_record("bad", range(2)), **changes)
         with pytest.raises(StoreError, match=f"record 'bad'.*{message}"):
-            writer.commit([make_record("good", range(2)), make_record("bad", range(2), **changes)])
+            writer.commit([make_record("good", range(2)), bad])
         assert len(Store.open(store_path)) == 0
 
 
@@ -199,7 +210,7 @@ def test_rows_of_another_kind_are_refused(store_path, meta, make_rows) -> None:
         with pytest.raises(StoreError, match="must be contiguous on the CPU"):
             writer.append(make_rows(4)[::2])
         assert writer.num_rows == 0
-        with pytest.raises(StoreError, match="rows 0..0 were asked for, and this log has 0"):
+        with pytest.raises(StoreError, match=r"rows 0\.\.0 were asked for, and this log has 0"):
             writer.read_rows(0, 1)
-    with pytest.raises(StoreError, match="the writer of .*store is closed"):
+    with pytest.raises(StoreError, match=r"the writer of .*store is closed"):
         writer.append(make_rows(1))

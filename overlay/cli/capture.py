@@ -1,0 +1,34 @@
+"""`vllm-overlay capture`: hidden states of a dataset's conversations into a store, through vLLM's offline engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "Run a dataset through vLLM and write its hidden states into a store"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", metavar="DATASET", type=Path, help="folder written by `prepare`")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the target, as vLLM takes it")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="STORE", type=Path, help="store folder; run again to take up the rest"
+    )
+    parser.add_argument(
+        "--layers", default="eagle3", metavar="IDS", help="eagle3, all, or ids such as 2,15,27,30 (default: eagle3)"
+    )
+    parser.epilog = "vLLM's own engine options go after --, for example: -- --dtype float32 --enforce-eager"
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_overlay.offline.capture import capture_dataset
+
+    summary = capture_dataset(
+        args.dataset, model=args.model, store=args.output, layers=args.layers, engine_options=args.engine_options
+    )
+    print(
+        f"{summary.captured} captured, {summary.already_there} already there: {summary.num_tokens} tokens, "
+        f"{summary.num_bytes} bytes of rows, {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s; "
+        f"store {args.output}"
+    )
+    return 0

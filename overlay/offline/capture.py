@@ -1,0 +1,176 @@
+"""A dataset through vLLM's offline engine with capture on: every item once, what is in the store already not again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_overlay import activation
+from vllm_overlay.capture.taps import resolve_layer_ids
+from vllm_overlay.dataset import Dataset, DatasetItem
+from vllm_overlay.errors import OverlayError
+from vllm_overlay.model_shape import ModelShape, read_model_shape
+from vllm_overlay.store import Store
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# Prompts are handed to the engine in groups, so that the progress bar moves and the prompts of a huge dataset are not
+# all in the engine at once; large enough that the engine's batches stay full to the end of a group.
+GROUP_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class CaptureSummary:
+    """What a run of the command did."""
+
+    captured: int
+    already_there: int
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def capture_dataset(
+    dataset: Path, *, model: str, store: Path, layers: str, engine_options: Sequence[str]
+) -> CaptureSummary:
+    """Capture every item of the dataset that the store does not hold yet; each becomes a record tagged with its key.
+
+    Errors: OverlayError before the model loads when the disk is too small, the folder cannot be written or the layers
+    do not exist; afterwards when an item is longer than the engine takes or a record is missing at the end.
+    """
+    items = list(Dataset.open(dataset))
+    done = _keys_in(store)
+    wanted = [item for item in items if item.key not in done]
+    if not wanted:
+        return CaptureSummary(0, len(items), 0, 0, 0.0)
+    shape = read_model_shape(model, engine_options)
+    _check_disk(store, wanted, shape, len(resolve_layer_ids(layers, shape.num_hidden_layers)))
+    _switch_on(store, layers)
+    return _run(wanted, len(items) - len(wanted), model, store, engine_options)
+
+
+def estimate_bytes(num_tokens: int, num_layers: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of rows that this many tokens take."""
+    return num_tokens * num_layers * hidden_size * itemsize
+
+
+def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
+    """A mask as [start, end) pairs of its true runs."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [[int(start), int(end)] for start, end in edges.reshape(-1, 2)]
+
+
+def _keys_in(store: Path) -> set[str]:
+    if not store.exists():
+        return set()
+    with Store.open(store) as opened:
+        return opened.tags()
+
+
+def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
+    folder = next(parent for parent in (store, *store.absolute().parents) if parent.exists())
+    if not os.access(folder, os.W_OK):
+        raise OverlayError(f"cannot write into {folder}: choose another folder for the store")
+    num_tokens = sum(len(item.token_ids) for item in items)
+    needed = estimate_bytes(num_tokens, num_layers, shape.hidden_size, shape.itemsize)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OverlayError(
+            f"{num_tokens} tokens x {num_layers} layers x {shape.hidden_size} x {shape.itemsize} bytes need "
+            f"{needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB free: free some, or capture fewer layers"
+        )
+
+
+def _switch_on(store: Path, layers: str) -> None:
+    os.environ["VLLM_OVERLAY"] = "1"
+    os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
+    os.environ["VLLM_OVERLAY_LAYERS"] = layers
+    activation.activate()
+
+
+def _run(
+    items: Sequence[DatasetItem], already_there: int, model: str, store: Path, engine_options: Sequence[str]
+) -> CaptureSummary:
+    from tqdm import tqdm
+
+    from vllm_overlay.offline.engine import build_engine, shut_down
+
+    llm = build_engine(model, engine_options)
+    try:
+        _check_lengths(llm, items)
+        num_tokens = sum(len(item.token_ids) for item in items)
+        started = time.perf_counter()
+        with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="capture") as bar:
+            for group in _groups(items):
+                _capture_group(llm, group)
+                statistics = llm.collective_rpc("overlay_statistics")[0]
+                bar.set_postfix_str(f"{statistics['bytes'] / 1e6:.0f} MB")
+                bar.update(sum(len(item.token_ids) for item in group))
+        statistics = llm.collective_rpc("overlay_flush")[0]
+        seconds = time.perf_counter() - started
+    finally:
+        shut_down(llm)
+    _check_complete(store, items)
+    return CaptureSummary(len(items), already_there, num_tokens, int(statistics["bytes"]), seconds)
+
+
+def _check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:
+    limit = llm.llm_engine.model_config.max_model_len
+    long = [item for item in items if len(item.token_ids) + 1 > limit]
+    if long:
+        raise OverlayError(
+            f"{len(long)} of {len(items)} items are longer than the engine takes ({limit} tokens, one of them generated), "
+            f"the first {long[0].key!r} with {len(long[0].token_ids)}: prepare with --max-length {limit - 1}, or raise "
+            "--max-model-len after --"
+        )
+
+
+def _capture_group(llm: LLM, group: Sequence[DatasetItem]) -> None:
+    from vllm import SamplingParams
+
+    # One token is generated and none of its rows kept: the record's rows are the item's own tokens.
+    params = [
+        SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"overlay": _options(item)})
+        for item in group
+    ]
+    prompts: list[Any] = [{"prompt_token_ids": item.token_ids.tolist()} for item in group]
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def _options(item: DatasetItem) -> dict[str, Any]:
+    return {"tag": item.key, "loss_spans": find_spans(item.loss_mask)}
+
+
+def _groups(items: Sequence[DatasetItem]) -> Iterator[list[DatasetItem]]:
+    group: list[DatasetItem] = []
+    num_tokens = 0
+    for item in items:
+        group.append(item)
+        num_tokens += len(item.token_ids)
+        if num_tokens >= GROUP_TOKENS:
+            yield group
+            group, num_tokens = [], 0
+    if group:
+        yield group
+
+
+def _check_complete(store: Path, items: Sequence[DatasetItem]) -> None:
+    missing = sorted({item.key for item in items} - _keys_in(store))
+    if missing:
+        raise OverlayError(
+            f"{len(missing)} of {len(items)} items have no complete record in {store}, the first {missing[0]!r}: "
+            "run the command again to take them up"
+        )

@@ -1,0 +1,137 @@
+"""The exported checkpoint: exactly the tensors and the config that vLLM's draft class reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig
+from vllm_overlay.eagle3.acceptance import load_draft
+from vllm_overlay.eagle3.export import export_run
+from vllm_overlay.eagle3.run_folder import RunFolder
+from vllm_overlay.eagle3.target import load_target
+from vllm_overlay.eagle3.training import Settings, train
+from vllm_overlay.errors import OverlayError
+
+SETTINGS = Settings(features=(0, 2, 3), draft_vocab_size=16, steps=6, batch_tokens=64, holdout=0.2, checkpoint_every=2)
+LAYER = {
+    f"midlayer.{name}.weight"
+    for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm",
+    )
+}  # fmt: skip
+ALWAYS = LAYER | {"fc.weight", "norm.weight", "lm_head.weight"}
+
+
+@pytest.fixture(scope="module")
+def run(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    train([store_path], model_folder, path, SETTINGS, device="cpu")
+    return path
+
+
+@pytest.fixture
+def run_with(store_path: Path, model_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    def make(**changes: object) -> Path:
+        train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=2, **changes), device="cpu")
+        return tmp_path / "run"
+
+    return make
+
+
+def test_a_reduced_vocabulary(run: Path, tmp_path: Path) -> None:
+    """CASES 29: the head is [16, H]; the map is an offset; the target's embeddings are not in the file."""
+    output = export_run(run, tmp_path / "draft")
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
+    tensors = load_file(str(output / "model.safetensors"))
+    assert set(tensors) == ALWAYS | {"d2t", "t2d"}
+    assert tensors["lm_head.weight"].shape == (16, 32)
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert (torch.arange(16) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
+    with safe_open(str(output / "model.safetensors"), framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_full_vocabulary_has_no_map(run_with: Callable[..., Path], tmp_path: Path) -> None:
+    output = export_run(run_with(draft_vocab_size=128), tmp_path / "draft")
+    assert set(load_file(str(output / "model.safetensors"))) == ALWAYS
+    assert json.loads((output / "config.json").read_text())["draft_vocab_size"] == 128
+
+
+def test_a_narrow_draft_brings_its_embeddings(run_with: Callable[..., Path], tmp_path: Path) -> None:
+    """CASES 31."""
+    output = export_run(run_with(hidden_size=16), tmp_path / "draft")
+    tensors = load_file(str(output / "model.safetensors"))
+    assert set(tensors) == ALWAYS | {"d2t", "t2d", "embed_tokens.weight"}
+    assert tensors["fc.weight"].shape == (16, 96) and tensors["embed_tokens.weight"].shape == (128, 16)
+    config = json.loads((output / "config.json").read_text())
+    assert (config["hidden_size"], config["target_hidden_size"]) == (16, 32)
+
+
+def test_the_config_means_the_same_to_transformers_4_and_5(run: Path, tmp_path: Path) -> None:
+    output = export_run(run, tmp_path / "draft")
+    config = AutoConfig.from_pretrained(output)
+    assert type(config).__name__ == "LlamaConfig"
+    assert config.architectures == ["LlamaForCausalLMEagle3"]
+    assert (config.num_hidden_layers, config.vocab_size, config.draft_vocab_size) == (1, 128, 16)
+    assert config.eagle_aux_hidden_state_layer_ids == [0, 2, 3]
+    assert config.rope_parameters["rope_theta"] == 10000.0 and config.rope_parameters["rope_type"] == "default"
+    assert config.norm_before_residual is False and config.tie_word_embeddings is False
+    assert config.dtype == torch.float32
+    written = json.loads((output / "config.json").read_text())
+    assert written["rope_theta"] == 10000.0
+    facts = written["vllm_overlay"]
+    assert facts["target_fingerprint"] == "tiny" and facts["layer_ids"] == [0, 2, 3]
+    assert facts["trained_steps"] == RunFolder.open(run).pointer("best")
+
+
+def test_checkpoints_can_be_chosen(run: Path, model_folder: Path, tmp_path: Path) -> None:
+    heads = {}
+    for which in ("untrained", "last", "4"):
+        output = export_run(run, tmp_path / which, checkpoint=which, dtype="float32")
+        heads[which] = load_file(str(output / "model.safetensors"))["lm_head.weight"]
+    kept = load_file(str(run / "vocabulary.safetensors"))["t2d"]
+    assert torch.equal(heads["untrained"], load_target(model_folder).lm_head[kept])
+    assert not torch.equal(heads["untrained"], heads["last"]) and not torch.equal(heads["4"], heads["last"])
+    with pytest.raises(OverlayError, match=r"no checkpoint of step 3; there are \[0, "):
+        export_run(run, tmp_path / "none", checkpoint="3")
+    with pytest.raises(OverlayError, match="best, last, untrained or a step"):
+        export_run(run, tmp_path / "none", checkpoint="newest")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_file_is_in_the_targets_dtype_unless_asked(run: Path, tmp_path: Path) -> None:
+    output = export_run(run, tmp_path / "half", dtype="bfloat16")
+    tensors = load_file(str(output / "model.safetensors"))
+    assert tensors["fc.weight"].dtype == torch.bfloat16 and tensors["d2t"].dtype == torch.int64
+    assert json.loads((output / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_used_folder_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    export_run(run, tmp_path / "used")  # empty is fine
+    with pytest.raises(OverlayError, match="is not empty"):
+        export_run(run, tmp_path / "used")
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_an_exported_draft_is_the_trained_one(run: Path, model_folder: Path, tmp_path: Path) -> None:
+    output = export_run(run, tmp_path / "draft", checkpoint="last", dtype="float32")
+    target = load_target(model_folder)
+    loaded = load_draft(output, target.embed_tokens)
+    trained = load_file(str(RunFolder.open(run).find_checkpoint("last") / "draft.safetensors"))
+    assert all(torch.equal(trained[name], tensor) for name, tensor in loaded.draft.state_dict().items())
+    assert loaded.target_ids.tolist() == load_file(str(run / "vocabulary.safetensors"))["t2d"].nonzero()[:, 0].tolist()
+    with pytest.raises(OverlayError, match="a vocabulary of 128, the model has 100"):
+        load_draft(output, target.embed_tokens[:100])
+    with pytest.raises(OverlayError, match="no exported draft here"):
+        load_draft(run, target.embed_tokens)

@@ -1,0 +1,107 @@
+"""Real engines for the live tests: a user's script in a process of its own, with or without the overlay."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPT = Path(__file__).parent / "scripts" / "generate.py"
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of `generate`."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    ignore_eos: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompts": self.prompts, "params": {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request's generated tokens."""
+
+    request_id: str
+    token_ids: list[int]
+
+
+def clean_environment(extra: dict[str, str]) -> dict[str, str]:
+    """This environment with no VLLM_ variable but what an offline engine on a small CPU needs, and `extra`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    base = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Where this session's other engines cannot be in the way: every run has its own compile cache.
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return kept | base | extra
+
+
+def run_script(
+    folder: Path, model: Path, batches: list[Batch], *, environment: dict[str, str] | None = None, **engine: Any
+) -> list[list[Answer]]:
+    """Run the user's script; answers by batch and request. A failed run fails the test with the log's end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan, out = folder / "plan.json", folder / "answers.json"
+    arguments = ENGINE | {"model": str(model)} | engine
+    plan.write_text(
+        json.dumps({"engine": arguments, "batches": [batch.to_json() for batch in batches], "out": str(out)})
+    )
+    done = run_python([str(SCRIPT), str(plan)], environment or {})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    answers = json.loads(out.read_text())
+    return [[Answer(r["id"], r["token_ids"]) for r in answer["requests"]] for answer in answers]
+
+
+def run_python(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A Python process with the clean environment and these variables."""
+    return subprocess.run(
+        [sys.executable, *words], env=clean_environment(environment), capture_output=True, text=True, timeout=800
+    )
+
+
+class Reference:
+    """The transformers forward of a checkpoint: states of ids 0..N of any text, the last before the final norm."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+        self.num_layers = int(self.model.config.num_hidden_layers)
+        self._before_norm = torch.empty(0)
+        self.model.model.norm.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._before_norm = args[0]
+
+    @torch.no_grad()
+    def states(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[tokens, N + 1, hidden]`."""
+        output = self.model(token_ids[None], output_hidden_states=True)
+        # transformers gives the last state after the final norm.
+        inner = [state[0] for state in output.hidden_states[: self.num_layers]]
+        return torch.stack([*inner, self._before_norm[0]], dim=1)
+
+    @torch.no_grad()
+    def logits_of(self, state: torch.Tensor) -> torch.Tensor:
+        """lm_head(norm(state))."""
+        logits: torch.Tensor = self.model.lm_head(self.model.model.norm(state))
+        return logits
+
+    @torch.no_grad()
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The model's own logits, `[tokens, vocabulary]`."""
+        logits: torch.Tensor = self.model(token_ids[None]).logits[0]
+        return logits

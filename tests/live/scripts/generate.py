@@ -1,0 +1,35 @@
+"""A user's script: it only calls `LLM(...).generate(...)` and knows nothing of the overlay.
+
+usage: generate.py PLAN.json; the plan holds `engine` (keyword arguments), `batches` (a list of calls, each with
+`prompts` as token ids and `params`) and `out` (where the generated token ids go).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(**plan["engine"])
+    answers = []
+    for batch in plan["batches"]:
+        started = time.perf_counter()
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in batch["prompts"]],
+            SamplingParams(temperature=0.0, detokenize=False, **batch["params"]),
+            use_tqdm=False,
+        )
+        answers.append(
+            {
+                "seconds": time.perf_counter() - started,
+                "requests": [
+                    {"id": output.request_id, "token_ids": list(output.outputs[0].token_ids)} for output in outputs
+                ],
+            }
+        )
+    Path(plan["out"]).write_text(json.dumps(answers))

@@ -1,0 +1,151 @@
+"""Capture on a real engine, through a script that knows nothing of it, against the transformers forward.
+
+One engine with a token budget that cuts prompts (chunked prefill), prefix caching as vLLM has it.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.live.runs import Answer, Batch, Reference, run_script
+from tests.tiny_models import write_tiny_llama
+from vllm_overlay.store import Store
+
+pytestmark = pytest.mark.live
+
+LAYERS = 8
+TOLERANCE = 1e-4
+
+
+def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
+    generator = random.Random(seed)
+    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
+
+
+PREFIX = make_prompt(0, 16)
+SHARED = [make_prompt(i, length, PREFIX) for i, length in enumerate((17, 20, 23, 26, 30, 33, 36, 40))]
+LADDER = [make_prompt(100 + i, i + 1) for i in range(40)]
+LONG = make_prompt(7, 61)
+
+BATCHES = {
+    "one by one": [Batch([prompt], 2) for prompt in SHARED],
+    "one batch": [Batch([make_prompt(50 + i, len(p), PREFIX[::-1]) for i, p in enumerate(SHARED)], 2)],
+    "again": [Batch([make_prompt(50 + i, len(p), PREFIX[::-1]) for i, p in enumerate(SHARED)], 2)],
+    "ladder": [Batch(LADDER, 3)],
+    "long": [Batch([LONG], 64)],
+    "twice": [Batch([make_prompt(9, 64)], 1), Batch([make_prompt(9, 64)], 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), layers=LAYERS, spread=0.05)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def run_captured(folder: Path, model: Path, layers: str | None, budget: int) -> tuple[dict[str, list[list[Answer]]], Store]:
+    environment = {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(folder / "store")}
+    if layers:
+        environment["VLLM_OVERLAY_LAYERS"] = layers
+    batches = [batch for group in BATCHES.values() for batch in group]
+    answers = iter(
+        run_script(
+            folder, model, batches, environment=environment, max_num_batched_tokens=budget, max_num_seqs=min(32, budget)
+        )
+    )
+    return {name: [next(answers) for _ in group] for name, group in BATCHES.items()}, Store.open(folder / "store")
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, list[list[Answer]]], Store]:
+    return run_captured(tmp_path_factory.mktemp("captured"), model, "all", budget=64)
+
+
+@pytest.fixture(scope="module")
+def chunked(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[str, list[list[Answer]]], Store]:
+    """CASES 1 (d) and 4: a budget of 16 tokens a step; and the default layers (CASES 15)."""
+    return run_captured(tmp_path_factory.mktemp("chunked"), model, None, budget=16)
+
+
+def check_records(answers: dict[str, list[list[Answer]]], store: Store, reference: Reference) -> float:
+    """Every answer has its complete record, the right tokens, the right row count; returns the largest difference."""
+    requests = [
+        (prompt, answer)
+        for name, group in BATCHES.items()
+        for batch, replies in zip(group, answers[name], strict=True)
+        for prompt, answer in zip(batch.prompts, replies, strict=True)
+    ]
+    assert len(store) == len(requests)
+    worst = 0.0
+    for prompt, answer in requests:
+        record = store[answer.request_id]
+        text = prompt + answer.token_ids
+        assert record.complete
+        assert record.num_prompt_tokens == len(prompt)
+        assert record.token_ids.tolist() == text[:-1], f"request {answer.request_id}"
+        assert len(record.hidden_states) == len(prompt) + len(answer.token_ids) - 1
+        expected = reference.states(record.token_ids)[:, list(store.layer_ids)]
+        worst = max(worst, float((record.hidden_states - expected).abs().max()))
+    return worst
+
+
+def test_every_state_is_the_reference(captured: tuple[dict[str, list[list[Answer]]], Store], reference: Reference) -> None:
+    """CASES 1 (a) to (c), 2, 3: ids 0..N, one by one, batched, again from the prefix cache, 40 prompts of 1..40 tokens."""
+    answers, store = captured
+    assert store.layer_ids == tuple(range(LAYERS + 1))
+    assert check_records(answers, store, reference) < TOLERANCE
+
+
+def test_a_budget_of_16_tokens_changes_nothing(
+    chunked: tuple[dict[str, list[list[Answer]]], Store], reference: Reference
+) -> None:
+    """CASES 1 (d) and 4."""
+    answers, store = chunked
+    assert check_records(answers, store, reference) < TOLERANCE
+    assert len(store[answers["long"][0][0].request_id].token_ids) == 61 + 64 - 1
+
+
+def test_the_default_layers_are_those_of_eagle3(
+    chunked: tuple[dict[str, list[list[Answer]]], Store], captured: tuple[dict[str, list[list[Answer]]], Store]
+) -> None:
+    """CASES 15: the default gives what the ids give when they are named: the same columns of the same states."""
+    default, everything = chunked[1], captured[1]
+    assert default.layer_ids == (2, 4, 5, 8)
+    for record in default:
+        other = everything[record.request_id]
+        assert record.token_ids.equal(other.token_ids)
+        assert torch.allclose(record.hidden_states, other.hidden_states[:, [2, 4, 5, 8]], atol=TOLERANCE)
+
+
+def test_shared_prefixes_are_stored_once(captured: tuple[dict[str, list[list[Answer]]], Store]) -> None:
+    """A cached prefix is referred to and not written again: the second 64-token prompt adds fewer rows than it has."""
+    _, store = captured
+    referenced = sum(len(record.token_ids) for record in store)
+    assert store.num_rows < referenced
+
+
+def test_the_last_id_is_before_the_final_norm(
+    captured: tuple[dict[str, list[list[Answer]]], Store], reference: Reference
+) -> None:
+    """CASES 13: lm_head(norm(state N)) is the model's logits; the layer before it is not."""
+    record = captured[1][captured[0]["long"][0][0].request_id]
+    logits = reference.logits(record.token_ids)
+    last = reference.logits_of(record.hidden_states[:, LAYERS])
+    assert float((last - logits).abs().max()) < TOLERANCE
+    assert float((reference.logits_of(record.hidden_states[:, LAYERS - 1]) - logits).abs().max()) > 100 * TOLERANCE
+
+
+def test_text_is_the_same_with_capture_off(
+    tmp_path: Path, model: Path, captured: tuple[dict[str, list[list[Answer]]], Store]
+) -> None:
+    """CASES 6: greedy text of 64 tokens."""
+    plain = run_script(tmp_path, model, BATCHES["long"], max_num_batched_tokens=64, max_num_seqs=32)
+    assert len(plain[0][0].token_ids) == 64
+    assert plain[0][0].token_ids == captured[0]["long"][0][0].token_ids

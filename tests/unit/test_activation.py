@@ -1,0 +1,91 @@
+"""Activation in fresh interpreters, with stand-ins for vLLM where the release matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ON = {"VLLM_OVERLAY": "1"}
+
+
+def run_python(code: str, extra: dict[str, str], path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")} | extra
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    """A package called vllm that says it is release 9.9.9."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '9.9.9'\n")
+    return tmp_path
+
+
+def test_an_unknown_release_is_refused_at_import(stub: Path) -> None:
+    """CASES 38: refused with the supported releases and the override's name; nothing half-patched."""
+    done = run_python("import vllm", ON, stub)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.16.0, 0.32.0" in last
+    assert "VLLM_OVERLAY_RELEASE" in last
+    assert "VLLM_OVERLAY_POLICY=warn" in last
+    left = run_python("try:\n import vllm\nexcept ImportError:\n import sys; print('vllm' in sys.modules)", ON, stub)
+    assert left.stdout.strip() == "False"
+
+
+def test_under_warn_a_newer_release_is_tried_loudly(stub: Path) -> None:
+    done = run_python("import vllm; print(vllm.__version__)", ON | {"VLLM_OVERLAY_POLICY": "warn"}, stub)
+    assert done.stdout.strip() == "9.9.9"
+    assert "WARNING: vLLM 9.9.9 is newer than the newest supported release and is treated as 0.32.0" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.16.0rc1", "0.11.0"])
+def test_development_builds_and_old_releases_are_refused(tmp_path: Path, version: str) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    done = run_python("import vllm", ON, tmp_path)
+    assert done.returncode == 1
+    assert "set VLLM_OVERLAY_RELEASE to the release it stands for" in done.stderr
+
+
+def test_a_wrong_setting_is_refused_at_import_and_not_before(stub: Path) -> None:
+    assert run_python("print('fine')", ON | {"VLLM_OVERLAY_LAYRES": "1"}).stdout.strip() == "fine"
+    done = run_python("import vllm", ON | {"VLLM_OVERLAY_LAYRES": "1"}, stub)
+    assert done.returncode == 1
+    assert "unknown variable VLLM_OVERLAY_LAYRES: did you mean VLLM_OVERLAY_LAYERS" in done.stderr
+
+
+def test_a_plugin_filter_that_leaves_us_out_is_said(stub: Path) -> None:
+    """CASES 39."""
+    extra = ON | {"VLLM_OVERLAY_POLICY": "warn", "VLLM_PLUGINS": "other"}
+    assert "VLLM_PLUGINS='other' leaves out 'vllm_overlay'" in run_python("import vllm", extra, stub).stderr
+
+
+def test_unset_means_that_nothing_of_ours_is_imported(stub: Path) -> None:
+    code = "import sys, vllm; print([m for m in sys.modules if m.startswith(('vllm_overlay', 'wrapt'))])"
+    assert run_python(code, {}, stub).stdout.strip() == "[]"
+
+
+def test_the_training_side_imports_without_vllm() -> None:
+    """CASES 40."""
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "import vllm_overlay.store, vllm_overlay.dataset, vllm_overlay.eagle3.training, vllm_overlay.cli\n"
+        "print('ok')"
+    )
+    done = run_python(code, {})
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_folders_refuse_to_be_imported_under_their_own_names(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    for name in ("overlay", "patches", "compat"):
+        done = run_python(f"import {name}", {}, root)
+        assert done.returncode == 1
+        assert "this folder is the package vllm_overlay" in done.stderr

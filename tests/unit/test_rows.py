@@ -1,0 +1,199 @@
+"""Row accounting against a model of the scheduler: every (request, position) gets the row that was computed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_overlay.capture.rows import MISSING, NewRequest, RowBook, RowError, Step
+
+BLOCK = 4
+
+
+def new(key: str, prompt: int, computed: int, blocks: list[int], captured: bool = True, resumed: bool = False) -> NewRequest:
+    return NewRequest(key, prompt, computed, tuple(blocks), captured, resumed)
+
+
+def step(scheduled: dict[str, int], *, new: tuple[NewRequest, ...] = (), starts: dict[str, int] | None = None,
+         blocks: dict[str, tuple[int, ...]] | None = None, order: tuple[str, ...] | None = None) -> Step:  # fmt: skip
+    return Step(new, starts or {}, blocks or {}, scheduled, order or tuple(scheduled))
+
+
+def book(**options: bool) -> RowBook:
+    return RowBook(block_size=BLOCK, num_slots=64 * BLOCK, **options)
+
+
+def test_rows_follow_the_order_of_the_batch() -> None:
+    rows = book()
+    plan = rows.plan(step({"a": 3, "b": 2}, new=(new("a", 3, 0, [1]), new("b", 2, 0, [2])), order=("b", "a")))
+    assert [(s.key, s.start, s.count, s.offset) for s in plan.spans] == [("b", 0, 2, 0), ("a", 0, 3, 2)]
+    assert plan.indices is None
+    assert rows.find_rows("a", 3).tolist() == [2, 3, 4]
+    assert rows.find_rows("b", 2).tolist() == [0, 1]
+
+
+def test_a_cached_prefix_refers_to_the_rows_that_filled_its_blocks() -> None:
+    rows = book()
+    rows.plan(step({"a": 8}, new=(new("a", 8, 0, [5, 6]),)))
+    plan = rows.plan(step({"b": 2}, new=(new("b", 10, 8, [5, 6, 7]),)))
+    assert plan.first_row == 8
+    assert rows.find_rows("b", 10).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_prefix_filled_in_the_very_same_step_is_found() -> None:
+    """vLLM marks blocks as cached when it schedules them, so a neighbour in the batch may hit them at once."""
+    rows = book()
+    both = (new("a", 6, 0, [1, 2]), new("b", 6, 4, [1, 3]))
+    rows.plan(step({"a": 6, "b": 2}, new=both))
+    assert rows.find_rows("b", 6).tolist() == [0, 1, 2, 3, 6, 7]
+
+
+def test_blocks_filled_by_an_uncaptured_request_make_holes() -> None:
+    rows = book()
+    rows.plan(step({"a": 4}, new=(new("a", 4, 0, [1]),)))
+    rows.plan(step({"off": 4}, new=(new("off", 4, 0, [1], captured=False),)))
+    rows.plan(step({"b": 1}, new=(new("b", 5, 4, [1, 2]),)))
+    assert rows.find_rows("b", 5).tolist() == [MISSING] * 4 + [4]
+
+
+def test_preemption_recomputes_and_the_last_write_wins() -> None:
+    """CASES 5: prefill 20 of 40, pre-empt, resume from 0, finish, 3 decode steps: each position once."""
+    rows = book()
+    rows.plan(step({"a": 20}, new=(new("a", 40, 0, [1, 2, 3, 4, 5]),)))
+    blocks = list(range(10, 20))
+    rows.plan(step({"a": 40}, new=(new("a", 0, 0, blocks, resumed=True),)))
+    for position in (40, 41, 42):
+        rows.plan(step({"a": 1}, starts={"a": position}, blocks={"a": (20,) if position == 40 else ()}))
+    assert rows.find_rows("a", 43).tolist() == list(range(20, 63))
+
+
+def test_rejected_draft_tokens_are_overwritten() -> None:
+    rows = book()
+    rows.plan(step({"a": 4}, new=(new("a", 4, 0, [1, 2, 3]),)))
+    rows.plan(step({"a": 4}, starts={"a": 4}))  # one token and three drafts, of which none is accepted
+    rows.plan(step({"a": 4}, starts={"a": 5}))
+    assert rows.find_rows("a", 6).tolist() == [0, 1, 2, 3, 4, 8]
+
+
+def test_prompt_only_writes_no_generated_row() -> None:
+    rows = book(prompt_only=True)
+    rows.plan(step({"a": 3}, new=(new("a", 3, 0, [1]),)))
+    assert rows.plan(step({"a": 1}, starts={"a": 3})).count == 0
+    assert rows.find_rows("a", 4).tolist() == [0, 1, 2]
+
+
+def test_uncaptured_rows_are_left_out_by_index() -> None:
+    rows = book()
+    both = (new("off", 2, 0, [1], captured=False), new("a", 3, 0, [2]))
+    plan = rows.plan(step({"off": 2, "a": 3}, new=both))
+    assert plan.indices is not None
+    assert plan.indices.tolist() == [2, 3, 4]
+    assert plan.count == 3
+
+
+def test_an_unannounced_request_is_an_error() -> None:
+    with pytest.raises(RowError, match="'ghost', which no step announced"):
+        book().plan(step({"ghost": 1}, starts={"ghost": 0}))
+
+
+def test_a_block_copied_before_the_step_takes_its_rows_along() -> None:
+    rows = book()
+    rows.plan(step({"a": 4}, new=(new("a", 4, 0, [1]),)))
+    copied = Step((new("b", 4, 3, [9]),), {}, {}, {"b": 1}, ("b",), copies=((1, 9),))
+    rows.plan(copied)
+    assert rows.find_rows("b", 4).tolist() == [0, 1, 2, 4]
+
+
+@dataclass
+class Ruler:
+    """A scheduler with a prefix cache and a model whose row for (request text, position) is a known code.
+
+    `written` is the log: the code of every row, in order. Prefixes are shared between requests of one family.
+    """
+
+    book: RowBook = field(default_factory=lambda: RowBook(block_size=BLOCK, num_slots=4096 * BLOCK))
+    written: list[tuple[int, int]] = field(default_factory=list)
+    cache: dict[tuple[int, int], int] = field(default_factory=dict)  # (family, block index) -> block
+    next_block: int = 1
+    running: dict[str, Running] = field(default_factory=dict)
+
+    def allocate(self) -> int:
+        self.next_block += 1
+        return self.next_block
+
+
+@dataclass
+class Running:
+    family: int
+    length: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    announced: bool = False
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[list[tuple[int, int, bool]]]:
+    """Steps; each a list of (request, positions to compute, pre-empt first)."""
+    entry = st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans())
+    return draw(st.lists(st.lists(entry, min_size=1, max_size=4, unique_by=lambda e: e[0]), min_size=1, max_size=12))
+
+
+def play(ruler: Ruler, stream: list[list[tuple[int, int, bool]]]) -> None:
+    for entries in stream:
+        announced: list[NewRequest] = []
+        starts: dict[str, int] = {}
+        more: dict[str, tuple[int, ...]] = {}
+        scheduled: dict[str, int] = {}
+        for number, count, preempt in entries:
+            key, family = f"r{number}", number % 2
+            request = ruler.running.setdefault(key, Running(family, 10 + 3 * number))
+            if preempt and request.announced:
+                request.computed, request.blocks = 0, []
+            resumed = request.announced
+            fresh = not request.blocks
+            if fresh:
+                while (family, len(request.blocks)) in ruler.cache and (len(request.blocks) + 1) * BLOCK < request.length:
+                    request.blocks.append(ruler.cache[family, len(request.blocks)])
+                request.computed = len(request.blocks) * BLOCK
+            had = len(request.blocks)
+            count = min(count, request.length - request.computed)
+            if count <= 0:
+                continue
+            end = request.computed + count
+            while len(request.blocks) * BLOCK < end:
+                request.blocks.append(ruler.allocate())
+            for index in range(end // BLOCK):
+                ruler.cache.setdefault((family, index), request.blocks[index])
+            if fresh:
+                announced.append(new(key, request.length, request.computed, request.blocks, resumed=resumed))
+            else:
+                starts[key] = request.computed
+                more[key] = tuple(request.blocks[had:])
+            request.announced = True
+            scheduled[key] = count
+        order = tuple(sorted(scheduled, reverse=True))
+        if not order:
+            continue
+        ruler.book.plan(Step(tuple(announced), starts, more, scheduled, order))
+        for key in order:
+            request = ruler.running[key]
+            for position in range(request.computed, request.computed + scheduled[key]):
+                ruler.written.append((request.family, position))
+            request.computed += scheduled[key]
+
+
+@settings(max_examples=300, deadline=None)
+@given(streams())
+def test_any_interleaving_gives_every_position_its_own_code(stream: list[list[tuple[int, int, bool]]]) -> None:
+    ruler = Ruler()
+    play(ruler, stream)
+    for key, request in ruler.running.items():
+        if not request.announced:
+            continue
+        rows = ruler.book.find_rows(key, request.computed)
+        assert (rows != MISSING).all(), (key, rows)
+        assert [ruler.written[row] for row in rows] == [(request.family, p) for p in range(request.computed)]
+        assert np.unique(rows).size == rows.size
