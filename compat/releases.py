@@ -63,7 +63,9 @@ def base_version(version: str) -> Version:
     try:
         return Version(Version(version).public)
     except InvalidVersion:
-        raise UnsupportedRelease(f"vllm-overlay: vLLM calls itself {version!r}, which is no version. {_list()}") from None
+        raise UnsupportedRelease(
+            f"vllm-overlay: vLLM calls itself {version!r}, which is no version. {_list()}"
+        ) from None
 
 
 def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str:
@@ -88,7 +90,9 @@ def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str
     hint = f"set {RELEASE_VARIABLE} to the release it stands for"
     if installed > Version(newest) and not installed.is_devrelease:
         hint += f", or {POLICY_VARIABLE}=warn to try it as {newest}"
-    raise UnsupportedRelease(f"vllm-overlay: vLLM {version} is not a supported release; nothing was patched. {_list()}; {hint}")
+    raise UnsupportedRelease(
+        f"vllm-overlay: vLLM {version} is not a supported release; nothing was patched. {_list()}; {hint}"
+    )
 
 
 def seam_for(release: str) -> Seam:

@@ -125,7 +125,9 @@ def apply_patch(patch: Patch, targets: tuple[Target, ...]) -> AppliedPatch:
         patch.verify()
     except Exception as error:
         applied.undo()
-        raise PatchError(f"vllm-overlay: patch {patch.name!r} was rolled back: {type(error).__name__}: {error}") from error
+        raise PatchError(
+            f"vllm-overlay: patch {patch.name!r} was rolled back: {type(error).__name__}: {error}"
+        ) from error
     return applied
 
 

@@ -87,7 +87,9 @@ def parse_layers(text: str) -> str | tuple[int, ...]:
             f"layers {text!r} are neither 'eagle3', 'all', nor ids separated by commas such as 2,15,27,30"
         ) from None
     if min(ids) < 0:
-        raise SettingsError(f"layers {text!r} hold a negative id: ids run from 0 (embeddings) to N (after the last layer)")
+        raise SettingsError(
+            f"layers {text!r} hold a negative id: ids run from 0 (embeddings) to N (after the last layer)"
+        )
     if len(set(ids)) != len(ids):
         raise SettingsError(f"layers {text!r} name an id twice: every id is one column of the store")
     return ids

@@ -44,7 +44,9 @@ def tiny_tokenizer(chat_template: str | None = CHATML) -> Any:
     return tokenizer
 
 
-def write_tiny_llama(folder: Path, *, layers: int = 6, seed: int = 0, spread: float = 0.15, chat_template: str | None = CHATML) -> Path:
+def write_tiny_llama(
+    folder: Path, *, layers: int = 6, seed: int = 0, spread: float = 0.15, chat_template: str | None = CHATML
+) -> Path:
     """A random Llama in float32, hidden 128, 2 heads of 64 and 1 key-value head, with its tokenizer; returns `folder`.
 
     `spread` is the weights' standard deviation: 0.15 makes states of size 50, 0.05 of size 1, where float32 rounding

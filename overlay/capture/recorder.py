@@ -85,7 +85,7 @@ class Recorder:
     def flush(self) -> None:
         """Return when everything posted so far is committed. Errors: whatever writing it raised."""
         done = threading.Event()
-        self._post(lambda: (self._commit(), done.set())[0])
+        self._post(lambda: self._commit_and_tell(done))
         while not done.wait(0.05):
             self._raise_error()
         self._raise_error()
@@ -189,6 +189,10 @@ class Recorder:
         )
         self.statistics.num_records += 1
         self.statistics.num_incomplete += not complete
+
+    def _commit_and_tell(self, done: threading.Event) -> None:
+        self._commit()
+        done.set()
 
     def _commit(self) -> None:
         if self._ready:

@@ -218,4 +218,6 @@ def _refuse_parallelism(config: Any) -> None:
         if size > 1:
             raise CaptureError(f"{name}={size}: capture runs on one rank so far; use 1, or unset VLLM_OVERLAY_CAPTURE")
     if config.kv_transfer_config is not None:
-        raise CaptureError("a KV connector fills blocks whose rows never passed by; unset kv_transfer_config to capture")
+        raise CaptureError(
+            "a KV connector fills blocks whose rows never passed by; unset kv_transfer_config to capture"
+        )

@@ -28,7 +28,7 @@ TAP_FORMAT = 1
 _BUFFERS: dict[str, torch.Tensor] = {}
 _CURRENT = "current"
 
-_LIBRARY = torch.library.Library("vllm_overlay", "DEF")
+_LIBRARY: Any = torch.library.Library("vllm_overlay", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("tap(Tensor hidden, Tensor? residual, int column) -> Tensor")
 
 
@@ -91,7 +91,9 @@ def resolve_layer_ids(layers: str, num_hidden_layers: int) -> tuple[int, ...]:
         return ids
     above = [layer_id for layer_id in wanted if layer_id > last]
     if above:
-        raise TapError(f"layer ids {above} do not exist: this model has ids 0 to {last} (the last before the final norm)")
+        raise TapError(
+            f"layer ids {above} do not exist: this model has ids 0 to {last} (the last before the final norm)"
+        )
     return wanted
 
 

@@ -91,7 +91,7 @@ class CudaTransfer:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._stream = torch.cuda.Stream(buffer.device)
+        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
         self._staging = [_Slot.on_device(buffer) for _ in range(2)]
         self._turn = 0
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
@@ -145,14 +145,14 @@ class _Slot:
     def on_device(buffer: torch.Tensor) -> _Slot:
         tokens = torch.empty(buffer.shape[0], dtype=torch.int32, device=buffer.device)
         peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, device=buffer.device)
-        return _Slot(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())
+        return _Slot(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @staticmethod
     def pinned(buffer: torch.Tensor) -> _Slot:
         rows = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
         tokens = torch.empty(buffer.shape[0], dtype=torch.int32, pin_memory=True)
         peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, pin_memory=True)
-        return _Slot(rows, tokens, peaks, torch.cuda.Event())
+        return _Slot(rows, tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def copy_from(self, other: _Slot, count: int) -> None:
         self.rows[:count].copy_(other.rows[:count], non_blocking=True)
@@ -162,4 +162,5 @@ class _Slot:
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of each row, float32 `[n, layers]`; NaN where the row holds one."""
-    return torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32)
+    peaks: torch.Tensor = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32)
+    return peaks

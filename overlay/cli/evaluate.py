@@ -14,12 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("draft", metavar="DRAFT", type=Path, help="folder written by `export`")
     parser.add_argument("--model", required=True, metavar="MODEL", help="the target, a local folder")
     parser.add_argument(
-        "--prompts", required=True, metavar="FILE", type=Path, help="chat JSONL; of each line the turns up to the last user's"
+        "--prompts",
+        required=True,
+        metavar="FILE",
+        type=Path,
+        help="chat JSONL; of each line the turns up to the last user's",
     )
     parser.add_argument("--draft-tokens", type=int, default=3, metavar="K", help="tokens proposed a check (default: 3)")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens generated a prompt (default: 128)")
     parser.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the end of a turn, so that counts compare exactly (default: stop)"
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens generated a prompt (default: 128)"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="go on after the end of a turn, so that counts compare exactly (default: stop)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON (default: a table)")
     parser.epilog = "vLLM's own engine options go after --, for example: -- --dtype float32 --enforce-eager"
@@ -42,7 +50,9 @@ def format_report(report: dict[str, Any]) -> str:
     k = report["num_draft_tokens_a_check"]
     lines = [
         f"{report['draft']} for {report['model']}, vLLM {report['vllm_version']}, {report['num_prompts']} prompts, {k} a check",
-        f"{'':16}{'checks':>8}" + "".join(f"{f'position {i}':>13}" for i in range(1, k + 1)) + f"{'acceptance length':>20}",
+        f"{'':16}{'checks':>8}"
+        + "".join(f"{f'position {i}':>13}" for i in range(1, k + 1))
+        + f"{'acceptance length':>20}",
     ]
     for name, title in (("vllm", "vLLM's counters"), ("chain", "chain in torch")):
         counts = report[name]

@@ -100,6 +100,7 @@ def _encode(
     conversations: Sequence[Conversation], tokenizer: Any, max_length: int | None
 ) -> tuple[list[DatasetItem], list[str]]:
     from tqdm import tqdm
+
     from vllm_overlay.dataset import DatasetItem
     from vllm_overlay.dataset.mask import encode_conversation
     from vllm_overlay.errors import OverlayError

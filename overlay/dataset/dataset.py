@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from vllm_overlay.errors import OverlayError
 
 FORMAT = 1

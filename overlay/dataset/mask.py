@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from vllm_overlay.dataset.conversations import Conversation
 from vllm_overlay.errors import OverlayError
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
 from vllm_overlay.eagle3.attention import make_spans
 from vllm_overlay.eagle3.draft import Draft
 from vllm_overlay.eagle3.export import read_draft_config

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from vllm_overlay.eagle3.attention import Span, make_spans
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from vllm_overlay.eagle3.batch import Document
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import Record, Store, StoreMeta

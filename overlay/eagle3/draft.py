@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.functional import embedding, silu
+
 from vllm_overlay.eagle3.attention import Span, attend, rotate
 from vllm_overlay.eagle3.target import rms_norm
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
 from vllm_overlay.eagle3.draft import DraftConfig
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary

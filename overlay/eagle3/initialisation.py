@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from vllm_overlay.eagle3.draft import NUM_FEATURES, Draft, DraftConfig
 from vllm_overlay.eagle3.target import Target, TargetConfig, load_layer
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary

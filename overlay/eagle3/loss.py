@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy
+
 from vllm_overlay.eagle3.batch import Batch
 from vllm_overlay.eagle3.draft import Draft
 from vllm_overlay.eagle3.target import rms_norm

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
 from vllm_overlay.errors import OverlayError
 
 KEEP_LAST = 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from vllm_overlay.eagle3.data import Corpus
 from vllm_overlay.eagle3.target import Target
 

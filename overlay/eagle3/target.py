@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
 from vllm_overlay.errors import OverlayError
 
 # Final norms that are not `x / rms(x) * weight`, by model_type. The targets of training need the target's own norm, and

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
 from vllm_overlay.eagle3.batch import pack
 from vllm_overlay.eagle3.curve import plot_curve
 from vllm_overlay.eagle3.data import Corpus, Entry, open_corpus, plan_batches, plan_epoch, split

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
 from vllm_overlay.errors import OverlayError
 
 

@@ -7,6 +7,7 @@ be the plain ones, token for token.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -90,9 +91,10 @@ def describe(acceptance: Acceptance) -> dict[str, Any]:
 
 def read_layer_ids(draft: Path) -> tuple[int, ...]:
     """The features that an exported draft takes, as layer ids. Errors: OverlayError when its config.json names none."""
-    from vllm_overlay.eagle3.export import read_exported_config
-
-    ids = read_exported_config(draft).get("eagle_aux_hidden_state_layer_ids")
+    file = draft / "config.json"
+    if not file.is_file():
+        raise OverlayError(f"{draft} has no config.json: name a folder that `export` wrote")
+    ids = json.loads(file.read_text(encoding="utf-8")).get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         raise OverlayError(f"{draft}/config.json names no eagle_aux_hidden_state_layer_ids: which states does it take?")
     return tuple(int(layer_id) for layer_id in ids)

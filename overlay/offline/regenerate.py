@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from vllm_overlay.dataset import DatasetItem
 from vllm_overlay.dataset.conversations import Conversation
 from vllm_overlay.dataset.mask import render, tokenise

@@ -55,9 +55,7 @@ def _run_one_token(model: str, options: Sequence[str]) -> None:
     try:
         from vllm import SamplingParams
 
-        llm.generate(
-            [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
-        )
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     finally:
         shut_down(llm)
 
@@ -73,5 +71,7 @@ def _find_problems(ledgers: list[dict[str, Any]]) -> list[str]:
         for ledger in of_kind:
             for entry in ledger["entries"].values():
                 if entry["process"] == process and entry["state"] not in ("applied", "not needed here"):
-                    problems.append(f"{process} {ledger['pid']}: {entry['name']} is {entry['state']}: {entry['reason']}")
+                    problems.append(
+                        f"{process} {ledger['pid']}: {entry['name']} is {entry['state']}: {entry['reason']}"
+                    )
     return problems

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import xxhash
+
 from vllm_overlay.store.extents import HOLE, Extents
 
 CHUNK_BYTES = 16 << 20

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 import torch
+
 from vllm_overlay.store.errors import StoreError
 
 # The names that the safetensors format has for the dtypes that a store can hold.

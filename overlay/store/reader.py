@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from vllm_overlay.store.checksum import compute_checksum
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError, naming_path
 from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents

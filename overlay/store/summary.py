@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from vllm_overlay.store.errors import naming_path
 from vllm_overlay.store.extents import HOLE, merge_extents, unpack_extents
 from vllm_overlay.store.reader import Store

@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from vllm_overlay.store.checksum import compute_checksum
 from vllm_overlay.store.errors import StoreError
 from vllm_overlay.store.extents import find_extents, pack_extents

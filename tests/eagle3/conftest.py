@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
 LAYERS, HIDDEN, VOCABULARY = 6, 32, 128

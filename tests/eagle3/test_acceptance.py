@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+
 from vllm_overlay.eagle3.acceptance import Acceptance, LoadedDraft, draft_chains, measure_acceptance, pool
 from vllm_overlay.eagle3.attention import make_spans
 from vllm_overlay.eagle3.draft import Draft, DraftConfig

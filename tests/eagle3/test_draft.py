@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from vllm_overlay.eagle3.attention import make_spans
 from vllm_overlay.eagle3.batch import Document, pack
 from vllm_overlay.eagle3.draft import Draft, DraftConfig

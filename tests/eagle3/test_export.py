@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig
+
 from vllm_overlay.eagle3.acceptance import load_draft
 from vllm_overlay.eagle3.export import export_run
 from vllm_overlay.eagle3.run_folder import RunFolder

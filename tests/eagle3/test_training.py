@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from vllm_overlay.eagle3.data import is_held_out, open_corpus, plan_epoch
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.selftest import measure_agreement

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.live.runs import Answer, Batch, Reference, run_script
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.store import Store
@@ -50,7 +51,9 @@ def reference(model: Path) -> Reference:
     return Reference(model)
 
 
-def run_captured(folder: Path, model: Path, layers: str | None, budget: int) -> tuple[dict[str, list[list[Answer]]], Store]:
+def run_captured(
+    folder: Path, model: Path, layers: str | None, budget: int
+) -> tuple[dict[str, list[list[Answer]]], Store]:
     environment = {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(folder / "store")}
     if layers:
         environment["VLLM_OVERLAY_LAYERS"] = layers
@@ -96,7 +99,9 @@ def check_records(answers: dict[str, list[list[Answer]]], store: Store, referenc
     return worst
 
 
-def test_every_state_is_the_reference(captured: tuple[dict[str, list[list[Answer]]], Store], reference: Reference) -> None:
+def test_every_state_is_the_reference(
+    captured: tuple[dict[str, list[list[Answer]]], Store], reference: Reference
+) -> None:
     """CASES 1 (a) to (c), 2, 3: ids 0..N, one by one, batched, again from the prefix cache, 40 prompts of 1..40 tokens."""
     answers, store = captured
     assert store.layer_ids == tuple(range(LAYERS + 1))

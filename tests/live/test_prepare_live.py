@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_overlay.errors import OverlayError
 
 from tests.tiny_models import END_OF_TURN, tiny_tokenizer, write_tiny_llama
+from vllm_overlay.errors import OverlayError
 
 pytestmark = pytest.mark.live
 pytest.importorskip("vllm")
@@ -28,6 +28,7 @@ def test_the_target_writes_the_answers(tmp_path: Path, model: Path, monkeypatch:
     import psutil
     import torch
     from transformers import AutoModelForCausalLM
+
     from vllm_overlay.cli import prepare
     from vllm_overlay.dataset import Dataset
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import wrapt
+
 from vllm_overlay.patch import Patch, PatchError, Target, apply_patch, find_misfits
 
 MODULE = "stand_in_for_vllm"
@@ -43,7 +44,15 @@ def wrap(original: Any) -> Any:
 
 def make_patch(build: Any = wrap, verify: Any = lambda: None) -> Patch:
     return Patch(
-        name="p", targets=(), vllm=">=0", process="worker", relies_on={}, upstream="", remove_when="", build=build, verify=verify
+        name="p",
+        targets=(),
+        vllm=">=0",
+        process="worker",
+        relies_on={},
+        upstream="",
+        remove_when="",
+        build=build,
+        verify=verify,
     )
 
 

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vllm_overlay.capture.rows import MISSING, NewRequest, RowBook, RowError, Step
 
 BLOCK = 4
 
 
-def new(key: str, prompt: int, computed: int, blocks: list[int], captured: bool = True, resumed: bool = False) -> NewRequest:
+def new(
+    key: str, prompt: int, computed: int, blocks: list[int], captured: bool = True, resumed: bool = False
+) -> NewRequest:
     return NewRequest(key, prompt, computed, tuple(blocks), captured, resumed)
 
 
@@ -155,7 +158,9 @@ def play(ruler: Ruler, stream: list[list[tuple[int, int, bool]]]) -> None:
             resumed = request.announced
             fresh = not request.blocks
             if fresh:
-                while (family, len(request.blocks)) in ruler.cache and (len(request.blocks) + 1) * BLOCK < request.length:
+                while (family, len(request.blocks)) in ruler.cache and (
+                    len(request.blocks) + 1
+                ) * BLOCK < request.length:
                     request.blocks.append(ruler.cache[family, len(request.blocks)])
                 request.computed = len(request.blocks) * BLOCK
             had = len(request.blocks)

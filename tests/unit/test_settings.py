@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_overlay.settings import SettingsError, is_enabled, parse_layers, read_settings
 
 

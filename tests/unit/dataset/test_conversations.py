@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from vllm_overlay.dataset.conversations import read_conversations
 from vllm_overlay.errors import OverlayError
 

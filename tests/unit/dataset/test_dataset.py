@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+
 from vllm_overlay.dataset import Dataset, DatasetItem, write_dataset
 from vllm_overlay.dataset.dataset import check_destination
 from vllm_overlay.errors import OverlayError

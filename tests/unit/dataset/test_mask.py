@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.tiny_models import CHATML, tiny_tokenizer
 from vllm_overlay.dataset.conversations import Conversation
 from vllm_overlay.dataset.mask import EncodedConversation, encode_conversation, tokenizer_sha256
 from vllm_overlay.errors import OverlayError
-
-from tests.tiny_models import CHATML, tiny_tokenizer
 
 WITH_MARKERS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.tiny_models import tiny_tokenizer
 from vllm_overlay.cli import prepare
 from vllm_overlay.dataset import Dataset
 from vllm_overlay.errors import OverlayError
-
-from tests.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

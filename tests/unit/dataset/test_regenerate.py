@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+
+from tests.tiny_models import END_OF_TURN, tiny_tokenizer
 from vllm_overlay.dataset.conversations import Conversation
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.offline.regenerate import Answer, Generate, regenerate
-
-from tests.tiny_models import END_OF_TURN, tiny_tokenizer
 
 DROPS_THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'].split('>')[-1] }}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from vllm_overlay.store import PendingRecord, StoreMeta
 
 MakeMeta = Callable[..., StoreMeta]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter
 from vllm_overlay.store.index import Index
 from vllm_overlay.store.log import LogLock

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from vllm_overlay.cli import inspect
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import StoreWriter

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from vllm_overlay.store import PendingRecord, Store, StoreMeta, StoreWriter
 from vllm_overlay.store.extents import find_extents, find_holes, merge_extents
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from vllm_overlay.store import Store, StoreError, StoreWriter, summarize
 
 # argv: store, name of the requests, records, "stay" or "close". Row r of a log holds the number of its record

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from vllm_overlay.store import IncompleteRecordError, Store, StoreError, StoreWriter
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+
 from vllm_overlay.store import Store, StoreWriter
 
 

@@ -1,0 +1,87 @@
+"""The writer thread: what it refuses, and that its errors reach the caller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
+from vllm_overlay.capture.rows import Plan, Span
+from vllm_overlay.capture.transfer import CpuTransfer
+from vllm_overlay.store import Store, StoreMeta, StoreWriter
+
+META = StoreMeta((1, 2), 4, "float32", 2, "toy", "f" * 64, "0.16.0", "V1")
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(StoreWriter.open(tmp_path / "store", META), META.layer_ids)
+
+
+def send(recorder: Recorder, buffer: torch.Tensor, tokens: list[int], start: int = 0, first_row: int = 0) -> None:
+    plan = Plan(None, len(tokens), first_row, (Span("key", start, len(tokens), 0),))
+    transfer = CpuTransfer(buffer)
+    recorder.write(plan, transfer.send(len(tokens), None, torch.tensor(tokens, dtype=torch.int32)))
+
+
+def begin(recorder: Recorder, prompt: list[int]) -> None:
+    recorder.begin("key", RequestFacts("r", np.array(prompt), "tag", ((1, 3),)))
+
+
+def test_a_record_has_prompt_and_generated_tokens_and_its_mask(recorder: Recorder, tmp_path: Path) -> None:
+    rows = torch.randn(4, 2, 4)
+    begin(recorder, [7, 8])
+    send(recorder, rows[:2].clone(), [7, 8])
+    send(recorder, rows[2:].clone(), [9, 5], start=2, first_row=2)
+    recorder.finish("key", np.arange(3), "stop")
+    recorder.close()
+    with Store.open(tmp_path / "store") as store:
+        record = store["r"]
+        assert record.token_ids.tolist() == [7, 8, 9]
+        assert record.hidden_states.equal(rows[:3])
+        assert record.loss_mask is not None
+        assert record.loss_mask.tolist() == [False, True, True]
+        assert (record.num_prompt_tokens, record.tag, record.finish_reason) == (2, "tag", "stop")
+
+
+@pytest.mark.parametrize(("value", "word"), [(0.0, "all zero"), (float("nan"), "not finite"), (float("inf"), "not finite")])
+def test_a_dead_row_is_refused_with_request_position_and_layer(recorder: Recorder, value: float, word: str) -> None:
+    """CASES 9, 10: a tap that did not fire, an all-zero or non-finite row; never an empty or silent store."""
+    rows = torch.randn(3, 2, 4)
+    rows[2, 1] = value
+    begin(recorder, [1, 2, 3])
+    send(recorder, rows, [1, 2, 3])
+    with pytest.raises(CaptureError, match=f"request 'r', position 2, layer 2: the row is {word}"):
+        recorder.flush()
+
+
+def test_a_token_that_is_not_the_prompts_is_refused(recorder: Recorder) -> None:
+    begin(recorder, [1, 2, 3])
+    send(recorder, torch.randn(3, 2, 4), [1, 3, 2])
+    with pytest.raises(CaptureError, match="'r', position 1: expected the prompt's token 2, found 3"):
+        recorder.flush()
+
+
+def test_a_write_error_reaches_the_next_call(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES 19: the disk fills in the middle of a run: an error with the path, and no record."""
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    begin(recorder, [1])
+    send(recorder, torch.randn(1, 2, 4), [1])
+    with pytest.raises(CaptureError, match=r"capture stopped: .*0001-00000\.safetensors.*No space left on device"):
+        recorder.flush()
+
+
+def test_a_hole_is_saved_as_incomplete_and_counted(recorder: Recorder, tmp_path: Path) -> None:
+    begin(recorder, [1, 2])
+    send(recorder, torch.randn(1, 2, 4), [2], start=1)
+    recorder.finish("key", np.array([-1, 0]), "length")
+    recorder.close()
+    assert recorder.statistics.num_incomplete == 1
+    with Store.open(tmp_path / "store") as store:
+        assert not store["r"].complete

@@ -1,0 +1,79 @@
+"""What the engine tells of ended requests, what a request may say of itself, and composed extensions."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_overlay.capture.composed import _compose
+from vllm_overlay.capture.extension import EXTENSION, CaptureExtension, compose_extension
+from vllm_overlay.capture.finished import FinishedRequest, FinishedRequests, close_workers, note_finished, take_finished
+from vllm_overlay.capture.options import RequestOptions, read_options
+
+
+class Scheduler:
+    pass
+
+
+def request(key: str, tokens: int) -> Any:
+    return SimpleNamespace(request_id=key, num_tokens=tokens, get_finished_reason=lambda: "stop")
+
+
+def test_facts_travel_with_the_ids_through_a_process_boundary() -> None:
+    sent = FinishedRequests({"a"}, {"a": FinishedRequest(9, "length")})
+    received = pickle.loads(pickle.dumps(sent))  # noqa: S301 - what vLLM does with a SchedulerOutput
+    assert received == {"a"}
+    assert received.facts == sent.facts
+
+
+def test_what_the_last_steps_carried_is_told_again_at_the_end() -> None:
+    """A signal may end the engine between a step's schedule and its work in the worker."""
+    scheduler, calls = Scheduler(), []
+    note_finished(scheduler, request("a", 5))
+    assert take_finished(scheduler) == {"a": FinishedRequest(5, "stop")}
+    assert take_finished(scheduler) == {}
+    note_finished(scheduler, request("b", 7))
+    executor = SimpleNamespace(collective_rpc=lambda method, timeout, args: calls.append((method, args)))
+    close_workers(executor, scheduler)
+    assert calls == [("overlay_close", ([("a", 5, "stop"), ("b", 7, "stop")],))]
+
+
+def options(overlay: Any) -> RequestOptions:
+    return read_options(SimpleNamespace(extra_args={"overlay": overlay}))
+
+
+def test_options_of_a_request() -> None:
+    assert read_options(None) == RequestOptions()
+    assert options({"capture": False, "tag": "x"}) == RequestOptions(False, "x")
+    assert options('{"tag": "over http"}') == RequestOptions(tag="over http")
+    assert options({"loss_spans": [[1, 3], [5, 6]]}).loss_spans == ((1, 3), (5, 6))
+
+
+@pytest.mark.parametrize("wrong", ["{", 3, {"captrue": False}, {"capture": "no"}, {"tag": 1}, {"loss_spans": 7}])
+def test_a_wrong_option_is_logged_and_the_engine_goes_on(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert options(wrong) == RequestOptions()
+    assert "is ignored" in caplog.text
+
+
+class UsersExtension:
+    def users_method(self) -> str:
+        return "users"
+
+
+def test_the_users_own_extension_is_kept() -> None:
+    assert compose_extension("") == compose_extension(EXTENSION) == EXTENSION
+    name = compose_extension(f"{__name__}.UsersExtension")
+    assert compose_extension(name) == name
+    module, _, attribute = name.rpartition(".")
+    assert module == "vllm_overlay.capture.composed"
+    assert bytes.fromhex(attribute.removeprefix("with_")).decode() == f"{__name__}.UsersExtension"
+
+
+def test_a_composed_extension_has_both_sets_of_methods() -> None:
+    composed = _compose("collections.UserDict")
+    assert issubclass(composed, CaptureExtension)
+    assert hasattr(composed, "overlay_flush")
+    assert hasattr(composed, "update")
+    assert composed is _compose("collections.UserDict")
