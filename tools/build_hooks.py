@@ -1,17 +1,25 @@
-"""Build hooks: the start-up line in every wheel, and editable installs that type checkers can follow.
+"""The build backend: setuptools', and one file more at the top of site-packages.
 
-setuptools has no setting for a file at the top of site-packages, so `build_py` writes it. The line tests the variable
-before it imports anything of ours: with `VLLM_OVERLAY` unset an interpreter start pays for one dictionary look-up.
-An exception in a `.pth` line is printed and the program goes on, so `activate` only registers import hooks and leaves
-every refusal to them.
+setuptools has no setting for a file there, and none at all for editable installs, so the wheels that it makes (PEP 517)
+and the editable ones (PEP 660) get `vllm_overlay.pth` afterwards; installers then remove it with the rest. Editable
+installs are strict unless `--config-settings editable_mode=...` says otherwise: of setuptools' modes it is the only one
+in which mypy and import-linter see folders that are imported under another name. A new file needs a new install.
+
+The line tests the variable before it imports anything of ours: with `VLLM_OVERLAY` unset, an interpreter start pays for
+one dictionary look-up. An exception in a `.pth` line is printed and the program goes on, so `activate` only registers
+import hooks and leaves every refusal to them.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from setuptools.command.build_py import build_py
-from setuptools.command.editable_wheel import editable_wheel
+from setuptools import build_meta
 
 STARTUP_FILE = "vllm_overlay.pth"
 STARTUP_LINE = (
@@ -19,30 +27,46 @@ STARTUP_LINE = (
     "__import__('vllm_overlay.activation', fromlist=['activate']).activate()\n"
 )
 
-
-class BuildWithStartupLine(build_py):
-    """`build_py` that also writes the start-up line beside the packages."""
-
-    def _startup_file(self) -> Path:
-        return Path(self.build_lib) / STARTUP_FILE
-
-    def run(self) -> None:
-        super().run()
-        target = self._startup_file()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(STARTUP_LINE, encoding="utf-8")
-
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), str(self._startup_file())]
-
-    def get_output_mapping(self) -> dict[str, str]:
-        # A strict editable install links files by this mapping; the start-up file has no source and is copied.
-        return super().get_output_mapping()
+build_sdist = build_meta.build_sdist
+get_requires_for_build_editable = build_meta.get_requires_for_build_editable
+get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
+get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
 
 
-class StrictEditable(editable_wheel):
-    """Editable installs in strict mode: the only one in which mypy and import-linter see the mapped folders."""
+def build_wheel(
+    wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """setuptools' wheel with the start-up file. Returns its file name in `wheel_directory`."""
+    name: str = build_meta.build_wheel(wheel_directory, dict(config_settings or {}), metadata_directory)
+    add_startup_file(Path(wheel_directory, name))
+    return name
 
-    def finalize_options(self) -> None:
-        self.mode = self.mode or "strict"
-        super().finalize_options()
+
+def build_editable(
+    wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """setuptools' editable wheel, strict, with the start-up file. Returns its file name in `wheel_directory`."""
+    settings = {"editable_mode": "strict"} | dict(config_settings or {})
+    name: str = build_meta.build_editable(wheel_directory, settings, metadata_directory)
+    add_startup_file(Path(wheel_directory, name))
+    return name
+
+
+def add_startup_file(wheel: Path) -> None:
+    """Write the wheel again with the start-up file in it and in its RECORD."""
+    content = STARTUP_LINE.encode()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    unfinished = wheel.with_name(f"{wheel.name}.tmp")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as new:
+        for member in old.infolist():
+            data = old.read(member)
+            if member.filename.endswith(".dist-info/RECORD"):
+                startup_member = zipfile.ZipInfo(STARTUP_FILE, member.date_time)
+                startup_member.external_attr = member.external_attr
+                startup_member.compress_type = zipfile.ZIP_DEFLATED
+                new.writestr(startup_member, content)
+                data = f"{STARTUP_FILE},sha256={digest},{len(content)}\n".encode() + data
+            new.writestr(member, data)
+    unfinished.replace(wheel)

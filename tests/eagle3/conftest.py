@@ -36,7 +36,11 @@ def reference() -> LlamaForCausalLM:
         eos_token_id=2,
         tie_word_embeddings=False,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # with weights of 1, a norm applied twice would not show
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ def test_a_narrow_draft_trains(store_path: Path, model_folder: Path, tmp_path: P
     assert tensors["fc.weight"].shape == (16, 96)
     assert tensors["embed_tokens.weight"].shape == (128, 16)
     losses = [line["loss"] for line in folder.metrics if line["kind"] == "train"]
-    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5  # nats; the targets' own entropy is the floor
 
 
 def test_a_run_is_not_overwritten(store_path: Path, model_folder: Path, tmp_path: Path) -> None:

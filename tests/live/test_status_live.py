@@ -1,0 +1,64 @@
+"""`vllm-overlay status` on a real process tree, and a vLLM without the variable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.live.runs import run_python
+from tests.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.live
+
+SCAN = """
+import importlib, sys, types
+for name in ("vllm", "vllm.config", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"):
+    importlib.import_module(name)
+ours = []
+for name, module in list(sys.modules.items()):
+    if not name.startswith("vllm.") or not isinstance(module, types.ModuleType):
+        continue
+    owners = [module, *(v for v in vars(module).values() if isinstance(v, type))]
+    for owner in owners:
+        for attribute, value in list(vars(owner).items()):
+            kind = type(value)
+            if kind.__module__.startswith(("wrapt", "vllm_overlay")):
+                ours.append(f"{name}:{getattr(owner, '__qualname__', '')}.{attribute}")
+print(sorted(set(ours)))
+print([name for name in sys.modules if name.startswith("vllm_overlay")])
+"""
+
+
+def test_every_process_of_an_engine_is_patched(tmp_path: Path) -> None:
+    """CASES 35."""
+    model = write_tiny_llama(tmp_path / "model", layers=2)
+    done = run_python(
+        ["-m", "vllm_overlay.cli", "status", "--json", "--engine", str(model), "--", "--dtype", "float32",
+         "--enforce-eager", "--max-model-len", "128"], {}
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout[done.stdout.index('{\n  "processes"') :])
+    assert report["problems"] == []
+    roles = [role for process in report["processes"] for role in process["roles"]]
+    assert {"front end", "engine", "worker"} <= set(roles)
+    for process in report["processes"]:
+        for entry in process["entries"].values():
+            if entry["process"] in process["roles"]:
+                assert entry["state"] == "applied", (process["roles"], entry)
+
+
+def test_without_the_variable_vllm_is_stock() -> None:
+    stock = run_python(["-c", SCAN], {})
+    assert stock.returncode == 0, stock.stderr[-2000:]
+    assert stock.stdout.splitlines()[-2:] == ["[]", "[]"]
+
+
+def test_with_the_variable_the_same_scan_finds_our_patches(tmp_path: Path) -> None:
+    """So that the scan above is one that can fail."""
+    patched = run_python(["-c", SCAN], {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store")})
+    found = patched.stdout.splitlines()[-2]
+    for target in ("environment_variables", "ParallelConfig.__post_init__", "EngineCore.shutdown", "Worker.load_model"):
+        assert target in found
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,32 @@
+"""Our variables are known to vLLM and never iterated."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_overlay.patches.know_overlay_variables import PATCH
+from vllm_overlay.settings import VARIABLES
+
+from tests.patches.conftest import Apply
+
+
+def test_known_and_not_shown(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    before = list(envs.environment_variables)
+    assert "VLLM_OVERLAY_CAPTURE" not in envs.environment_variables
+    apply(PATCH)
+    assert all(name in envs.environment_variables for name in VARIABLES)
+    assert list(envs.environment_variables) == before
+    monkeypatch.setenv("VLLM_OVERLAY_CAPTURE", "/a")
+    assert envs.environment_variables["VLLM_OVERLAY_CAPTURE"]() == "/a"
+    with pytest.raises(KeyError):
+        envs.environment_variables["VLLM_NO_SUCH"]
+
+
+def test_no_cache_key_changes(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_OVERLAY_CAPTURE", "/a")
+    before = envs.compile_factors()
+    apply(PATCH)
+    assert envs.compile_factors() == before
