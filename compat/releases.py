@@ -15,6 +15,7 @@ SUPPORTED: tuple[str, ...] = ("0.16.0", "0.32.0")
 # (first release, module): a release is served by the last row that is not newer than it.
 SEAMS: tuple[tuple[str, str], ...] = (
     ("0.16.0", "vllm_overlay.compat.since_0_16_0"),
+    ("0.24.0", "vllm_overlay.compat.since_0_24_0"),
     ("0.32.0", "vllm_overlay.compat.since_0_32_0"),
 )
 
@@ -36,16 +37,21 @@ class Seam(Protocol):
     ENGINE_CORE: str
     WORKER: str
     SPECULATIVE_DECODING_ON_CPU: bool
+    CAPTURED_RUNNERS: tuple[str, ...]
 
     def external_request_id(self, internal_id: str) -> str:
         """The id that the caller gave, from the engine's own."""
         ...
 
-    def step_order(self, runner: object) -> tuple[str, ...]:
+    def runner_style(self, worker: object) -> str:
+        """`V1` or `V2`: which model runner the worker has."""
+        ...
+
+    def step_order(self, worker: object) -> tuple[str, ...]:
         """The engine's ids of the requests of the step that was just computed, in the order of their rows."""
         ...
 
-    def step_token_ids(self, runner: object) -> Any:
+    def step_token_ids(self, worker: object) -> Any:
         """The token of every row of the step that was just computed, int32 `[max tokens]`, on the model's device."""
         ...
 

@@ -16,6 +16,9 @@ WORKER = "vllm.v1.worker.gpu_worker"
 # CPUModelRunner asserts that there is no speculative_config.
 SPECULATIVE_DECODING_ON_CPU = False
 
+# Model Runner V2 is an experiment here, off by default, and keeps a step's state in an untyped tuple.
+CAPTURED_RUNNERS = ("V1",)
+
 # The input processor appends "-" and eight hexadecimal digits to the caller's id, so that ids are unique.
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
@@ -25,15 +28,20 @@ def external_request_id(internal_id: str) -> str:
     return _RANDOM_SUFFIX.sub("", internal_id)
 
 
-def step_order(runner: Any) -> tuple[str, ...]:
+def runner_style(worker: Any) -> str:
+    """`V1` or `V2`: which model runner the worker has."""
+    return "V2" if worker.use_v2_model_runner else "V1"
+
+
+def step_order(worker: Any) -> tuple[str, ...]:
     """The engine's ids of the requests of the step just computed: V1's persistent batch, after its re-ordering."""
-    batch = runner.input_batch
+    batch = worker.model_runner.input_batch
     return tuple(batch.req_ids[: batch.num_reqs])
 
 
-def step_token_ids(runner: Any) -> Any:
+def step_token_ids(worker: Any) -> Any:
     """The token of every row of the step just computed, int32 `[max tokens]`, on the model's device."""
-    return runner.input_ids.gpu
+    return worker.model_runner.input_ids.gpu
 
 
 def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:

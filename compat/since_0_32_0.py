@@ -1,11 +1,12 @@
-"""Where things live in vLLM from 0.32.0 on: what moved since 0.16.0."""
+"""Where things live in vLLM from 0.32.0 on: what moved since 0.24.0."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_overlay.compat.since_0_16_0 import (
+from vllm_overlay.compat.since_0_24_0 import (
+    CAPTURED_RUNNERS,
     ENGINE_CORE,
     ENVS,
     PARALLEL_CONFIG,
@@ -14,11 +15,13 @@ from vllm_overlay.compat.since_0_16_0 import (
     WORKER,
     external_request_id,
     full_attention_group,
+    runner_style,
     step_order,
     step_token_ids,
 )
 
 __all__ = [
+    "CAPTURED_RUNNERS",
     "ENGINE_CORE",
     "ENVS",
     "PARALLEL_CONFIG",
@@ -29,6 +32,7 @@ __all__ = [
     "block_copies",
     "external_request_id",
     "full_attention_group",
+    "runner_style",
     "step_order",
     "step_token_ids",
 ]

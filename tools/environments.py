@@ -54,8 +54,8 @@ RELEASES = {
 }
 
 
-class EnvironmentFailed(Exception):
-    """An environment cannot be made; one line that says what is missing."""
+class NoInterpreter(Exception):
+    """No Python on this machine that a release takes; one line that says which it does."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Interpreter:
 def make_environment(release: Release) -> Path:
     """The folder of the release's environment, complete, with the working tree's wheel installed.
 
-    Errors: EnvironmentFailed when no Python fits; CalledProcessError when uv or pip fails, which has said why.
+    Errors: NoInterpreter; CalledProcessError when uv or pip fails, which has said why.
     """
     interpreter = find_interpreter(release)
     uv = bootstrap_uv()
@@ -112,7 +112,7 @@ def find_interpreter(release: Release) -> Interpreter:
         if version is not None and release.oldest_python <= version <= NEWEST_PYTHON:
             return Interpreter(candidate, version)
     oldest, newest = (".".join(map(str, version)) for version in (release.oldest_python, NEWEST_PYTHON))
-    raise EnvironmentFailed(f"vLLM {release.vllm} needs Python {oldest} to {newest}, and none is on the PATH")
+    raise NoInterpreter(f"vLLM {release.vllm} needs Python {oldest} to {newest}, and none is on the PATH")
 
 
 def ask_version(executable: str) -> tuple[int, int] | None:
@@ -184,7 +184,7 @@ def main() -> int:
     release = RELEASES[parser.parse_args().release]
     try:
         print(make_environment(release))
-    except (EnvironmentFailed, subprocess.CalledProcessError) as error:
+    except (NoInterpreter, subprocess.CalledProcessError) as error:
         print(f"environments: {error}", file=sys.stderr)
         return 1
     return 0

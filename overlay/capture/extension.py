@@ -47,7 +47,7 @@ class CaptureExtension:
     def overlay_after_step(self, scheduler_output: Any) -> None:
         """Called when the model has run."""
         if self.overlay_session is not None:
-            self.overlay_session.record_step(self.model_runner, scheduler_output)  # type: ignore[attr-defined]
+            self.overlay_session.record_step(self, scheduler_output)
 
     def overlay_flush(self) -> dict[str, int]:
         """Commit every finished request; returns the statistics. Errors: CaptureError."""

@@ -52,7 +52,8 @@ class Statistics:
 @dataclass
 class _Open:
     facts: RequestFacts
-    generated: dict[int, int] = field(default_factory=dict)
+    # (first position, tokens) of each step that computed positions behind the prompt; a later one supersedes.
+    generated: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
 
 
 class Recorder:
@@ -157,18 +158,11 @@ class Recorder:
     def _take_tokens(self, plan: Plan, tokens: NDArray[np.int64]) -> None:
         for span in plan.spans:
             request = self._open[span.key]
-            prompt = request.facts.prompt
-            seen = tokens[span.offset : span.offset + span.count]
-            known = prompt[span.start : span.start + span.count]
-            wrong = np.flatnonzero((seen[: len(known)] != known) & (known >= 0))
-            if len(wrong):
-                where = int(wrong[0])
-                raise CaptureError(
-                    f"request {request.facts.request_id!r}, position {span.start + where}: expected the prompt's token "
-                    f"{known[where]}, found {seen[where]} in the step: rows would be crossed"
-                )
-            for position in range(max(span.start, len(prompt)), span.start + span.count):
-                request.generated[position] = int(seen[position - span.start])
+            seen = tokens[span.offset : span.offset + span.length]
+            if span.start < len(request.facts.prompt):
+                _check_prompt(request.facts, span.start, seen)
+            if span.start + span.length > len(request.facts.prompt):
+                request.generated.append((span.start, seen))
 
     def _finish(self, key: str, rows: Rows, reason: str) -> None:
         request = self._open.pop(key, None)
@@ -202,17 +196,30 @@ class Recorder:
 
 
 def _find_position(plan: Plan, row: int) -> tuple[str, int]:
-    span = next(s for s in plan.spans if s.offset <= row < s.offset + s.count)
+    span = next(s for s in plan.spans if s.offset <= row < s.offset + s.length)
     return span.key, span.start + row - span.offset
+
+
+def _check_prompt(facts: RequestFacts, start: int, seen: NDArray[np.int64]) -> None:
+    """Errors: CaptureError when the step computed another token than the prompt has there."""
+    known = facts.prompt[start : start + len(seen)]
+    wrong = np.flatnonzero((seen[: len(known)] != known) & (known >= 0))
+    if len(wrong):
+        where = int(wrong[0])
+        raise CaptureError(
+            f"request {facts.request_id!r}, position {start + where}: expected the prompt's token {known[where]}, "
+            f"found {seen[where]} in the step: rows would be crossed"
+        )
 
 
 def _join_tokens(request: _Open, length: int) -> NDArray[np.int64]:
     tokens = np.full(length, -1, dtype=np.int64)
+    for start, seen in request.generated:
+        kept = seen[: max(0, length - start)]
+        tokens[start : start + len(kept)] = kept
+    # Last: the step's ids of a prompt's positions are the prompt's, and -1 where the prompt has no token.
     prompt = request.facts.prompt[:length]
     tokens[: len(prompt)] = prompt
-    for position, token in request.generated.items():
-        if position < length:
-            tokens[position] = token
     return tokens
 
 

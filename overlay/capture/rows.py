@@ -10,8 +10,10 @@ names the physical KV blocks that hold it, and `slot_rows` says which row filled
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +50,12 @@ class Step:
     copies: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True)
-class Span:
-    """Positions `start .. start+count` of a request, in rows `offset .. offset+count` of what is written."""
+class Span(NamedTuple):
+    """Positions `start .. start+length` of a request, in rows `offset .. offset+length` of what is written."""
 
     key: str
     start: int
-    count: int
+    length: int
     offset: int
 
 
@@ -62,10 +63,10 @@ class Span:
 class Plan:
     """Of a step's rows, the ones to write: their indices in the buffer, the first one's number, whose they are."""
 
-    indices: NDArray[np.int64] | None  # None: the first `count` rows of the buffer, without a gap
+    indices: Rows | None  # None: the first `count` rows of the buffer, without a gap
     count: int
     first_row: int
-    spans: tuple[Span, ...]
+    spans: list[Span]
 
 
 @dataclass
@@ -73,14 +74,23 @@ class _Request:
     captured: bool
     num_prompt_tokens: int
     blocks: list[int]
-    rows: Rows = field(default_factory=lambda: np.full(256, MISSING, dtype=np.int64))
+    # Row numbers by position. A growing array and not numpy: a decode step appends one number to each of hundreds.
+    rows: array[int] = field(default_factory=lambda: array("q"))
 
-    def reserve(self, length: int) -> None:
-        if length <= len(self.rows):
+    def place(self, start: int, count: int, first_row: int) -> None:
+        """Positions start .. start+count have the rows from `first_row` on; what was there before is superseded."""
+        if start > len(self.rows):
+            self.rows.extend([MISSING] * (start - len(self.rows)))
+        if count == 1 and start == len(self.rows):
+            self.rows.append(first_row)
             return
-        grown = np.full(max(length, 2 * len(self.rows)), MISSING, dtype=np.int64)
-        grown[: len(self.rows)] = self.rows
-        self.rows = grown
+        del self.rows[start + count :]
+        numbers = array("q", np.arange(first_row, first_row + count, dtype=np.int64).tobytes())
+        self.rows[start : start + count] = numbers
+
+    def row_numbers(self) -> Rows:
+        """A copy, int64 `[positions]`."""
+        return np.array(self.rows, dtype=np.int64)
 
 
 class RowBook:
@@ -124,13 +134,16 @@ class RowBook:
         request = self._find(key)
         if self._prompt_only:
             num_rows = min(num_rows, request.num_prompt_tokens)
-        request.reserve(num_rows)
-        return request.rows[:num_rows].copy()
+        rows = np.full(num_rows, MISSING, dtype=np.int64)
+        known = request.row_numbers()[:num_rows]
+        rows[: len(known)] = known
+        return rows
 
     def count_leading_rows(self, key: str) -> int:
         """How many positions from the first on have a row."""
-        missing = np.flatnonzero(self._find(key).rows == MISSING)
-        return int(missing[0]) if len(missing) else len(self._find(key).rows)
+        rows = self._find(key).row_numbers()
+        missing = np.flatnonzero(rows == MISSING)
+        return int(missing[0]) if len(missing) else len(rows)
 
     def forget(self, key: str) -> None:
         """The request has ended."""
@@ -155,27 +168,27 @@ class RowBook:
         self._requests[new.key] = _Request(new.captured, new.num_prompt_tokens, list(new.blocks))
 
     def _assign(self, step: Step, starts: Mapping[str, int]) -> Plan:
+        if len(step.order) != len(step.scheduled):
+            raise RowError(f"the step schedules {len(step.scheduled)} requests and its batch holds {len(step.order)}")
         spans: list[Span] = []
-        pieces: list[NDArray[np.int64]] = []
+        kept_places: list[tuple[int, int]] = []  # (first buffer row, count)
         first_row, cursor, written = self._next_row, 0, 0
+        slots, slot_rows = _Slots(), self._slot_rows
         for key in step.order:
             request, start, count = self._find(key), starts[key], step.scheduled[key]
             kept = self._count_kept(request, start, count)
-            rows = np.full(count, MISSING, dtype=np.int64)
             if kept:
-                rows[:kept] = np.arange(first_row + written, first_row + written + kept)
-                request.reserve(start + kept)
-                request.rows[start : start + kept] = rows[:kept]
+                request.place(start, kept, first_row + written)
                 spans.append(Span(key, start, kept, written))
-                pieces.append(np.arange(cursor, cursor + kept))
-                written += kept
-            self._note_slots(request, start, rows)
+                kept_places.append((cursor, kept))
+            if len(slot_rows):
+                self._note_slots(slots, request, start, count, kept, first_row + written)
+            written += kept
             cursor += count
+        slots.write_into(slot_rows)
         self._next_row += written
-        if not pieces:
-            return Plan(None, 0, first_row, ())
-        indices = None if written == cursor else np.concatenate(pieces)
-        return Plan(indices, written, first_row, tuple(spans))
+        indices = None if written == cursor else _spread(kept_places)
+        return Plan(indices, written, first_row, spans)
 
     def _count_kept(self, request: _Request, start: int, count: int) -> int:
         if not request.captured:
@@ -184,32 +197,40 @@ class RowBook:
             return max(0, min(count, request.num_prompt_tokens - start))
         return count
 
-    def _note_slots(self, request: _Request, start: int, rows: Rows) -> None:
+    def _note_slots(
+        self, slots: _Slots, request: _Request, start: int, count: int, kept: int, first_row: int
+    ) -> None:
         """Slots that this step fills hold these rows now; MISSING too, or a stale row would be found there later."""
-        slots = self._slots(request, start, len(rows))
-        self._slot_rows[slots] = rows[: len(slots)]
+        if count == 1:
+            block, place = divmod(start, self._block_size)
+            self._require_block(request, block, start)
+            slots.add_one(request.blocks[block] * self._block_size + place, first_row if kept else MISSING)
+            return
+        rows = np.full(count, MISSING, dtype=np.int64)
+        rows[:kept] = np.arange(first_row, first_row + kept)
+        slots.add_many(self._slots(request, start, count), rows)
 
     def _fill_from_cache(self, new: NewRequest) -> None:
         request = self._requests[new.key]
-        if not request.captured or not new.num_computed_tokens:
+        if not request.captured or not new.num_computed_tokens or not len(self._slot_rows):
             return
-        slots = self._slots(request, 0, new.num_computed_tokens)
-        request.reserve(new.num_computed_tokens)
-        found = self._slot_rows[slots]
+        found = self._slot_rows[self._slots(request, 0, new.num_computed_tokens)]
         # A resumed request may hit blocks whose rows are unknown, while its own rows of before are still right.
-        place = request.rows[: len(found)]
-        np.copyto(place, found, where=place == MISSING)
+        place = request.row_numbers()[: len(found)]
+        merged = np.where(place == MISSING, found[: len(place)], place)
+        request.rows[: len(merged)] = array("q", merged.tobytes())
 
     def _slots(self, request: _Request, start: int, count: int) -> Rows:
-        if not len(self._slot_rows):
-            return np.empty(0, dtype=np.int64)
         positions = np.arange(start, start + count)
-        blocks = np.asarray(request.blocks, dtype=np.int64)
         index = positions // self._block_size
-        if count and index[-1] >= len(blocks):
-            raise RowError(f"a step computes position {start + count - 1} and the request has {len(blocks)} blocks")
+        self._require_block(request, int(index[-1]), start + count - 1)
+        blocks = np.array(request.blocks, dtype=np.int64)
         slots: Rows = blocks[index] * self._block_size + positions % self._block_size
         return slots
+
+    def _require_block(self, request: _Request, block: int, position: int) -> None:
+        if block >= len(request.blocks):
+            raise RowError(f"a step computes position {position} and the request has {len(request.blocks)} blocks")
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, destination in copies:
@@ -219,3 +240,32 @@ class RowBook:
             self._slot_rows[destination * size : (destination + 1) * size] = self._slot_rows[
                 source * size : (source + 1) * size
             ]
+
+
+class _Slots:
+    """Slots that a step fills and the rows they hold then, gathered so that one assignment writes them all."""
+
+    def __init__(self) -> None:
+        self._single_slots: list[int] = []
+        self._single_rows: list[int] = []
+        self._many: list[tuple[Rows, Rows]] = []
+
+    def add_one(self, slot: int, row: int) -> None:
+        self._single_slots.append(slot)
+        self._single_rows.append(row)
+
+    def add_many(self, slots: Rows, rows: Rows) -> None:
+        self._many.append((slots, rows))
+
+    def write_into(self, slot_rows: Rows) -> None:
+        if self._single_slots:
+            slot_rows[self._single_slots] = self._single_rows
+        for slots, rows in self._many:
+            slot_rows[slots] = rows
+
+
+def _spread(places: Sequence[tuple[int, int]]) -> Rows:
+    """(first, count) pairs as the indices they stand for."""
+    if not places:
+        return np.empty(0, dtype=np.int64)
+    return np.concatenate([np.arange(first, first + count) for first, count in places])

@@ -40,7 +40,13 @@ class CaptureSession:
         self._dtype: torch.dtype = config.model_config.dtype
         self._max_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self.layer_ids = resolve_layer_ids(self._settings.layers, self._num_hidden_layers)
-        self._recorder = self._open_recorder(config)
+        runner = self._seam.runner_style(worker)
+        if runner not in self._seam.CAPTURED_RUNNERS:
+            raise CaptureError(
+                f"Model Runner {runner} of vLLM {current_ledger().vllm_version} is not captured, only "
+                f"{', '.join(self._seam.CAPTURED_RUNNERS)}: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        self._recorder = self._open_recorder(config, runner)
         self._taps: Taps | None = None
         self._transfer: Transfer | None = None
         self._book: RowBook | None = None
@@ -65,18 +71,18 @@ class CaptureSession:
         if self._taps is not None and scheduler_output.total_num_scheduled_tokens:
             self._taps.poison()
 
-    def record_step(self, runner: Any, scheduler_output: Any) -> None:
+    def record_step(self, worker: Any, scheduler_output: Any) -> None:
         """Called when the model has run: write the rows of this step, and records of the requests that ended before it."""
         assert self._taps is not None and self._transfer is not None
         if self._book is None:
-            self._book = self._open_book(runner.kv_cache_config)
+            self._book = self._open_book(worker.model_runner.kv_cache_config)
         self._finish_requests(scheduler_output.finished_req_ids)
         if not scheduler_output.total_num_scheduled_tokens:
             return
-        step = self._read_step(runner, scheduler_output)
+        step = self._read_step(worker, scheduler_output)
         plan = self._book.plan(step)
         if plan.count:
-            tokens = self._seam.step_token_ids(runner)
+            tokens = self._seam.step_token_ids(worker)
             self._recorder.write(plan, self._transfer.send(plan.count, plan.indices, tokens))
 
     def start(self) -> None:
@@ -114,7 +120,7 @@ class CaptureSession:
             if self._taps is not None:
                 self._taps.remove()
 
-    def _open_recorder(self, config: Any) -> Recorder:
+    def _open_recorder(self, config: Any, runner: str) -> Recorder:
         assert self._settings.capture is not None
         model = str(config.model_config.model)
         meta = StoreMeta(
@@ -125,7 +131,7 @@ class CaptureSession:
             model=model,
             model_fingerprint=fingerprint_model(model, config.model_config.hf_config.to_dict()),
             vllm_version=current_ledger().vllm_version,
-            runner="V1",
+            runner=runner,
         )
         return Recorder(StoreWriter.open(self._settings.capture, meta), self.layer_ids)
 
@@ -138,7 +144,7 @@ class CaptureSession:
         num_slots = int(kv_cache_config.num_blocks) * block_size
         return RowBook(block_size=block_size, num_slots=num_slots, prompt_only=prompt_only)
 
-    def _read_step(self, runner: Any, scheduler_output: Any) -> Step:
+    def _read_step(self, worker: Any, scheduler_output: Any) -> Step:
         assert self._book is not None
         cached = scheduler_output.scheduled_cached_reqs
         new = [self._begin(request) for request in scheduler_output.scheduled_new_reqs]
@@ -156,7 +162,7 @@ class CaptureSession:
             starts=starts,
             more_blocks=more_blocks,
             scheduled=scheduler_output.num_scheduled_tokens,
-            order=self._seam.step_order(runner),
+            order=self._seam.step_order(worker),
             copies=self._seam.block_copies(scheduler_output),
         )
 

@@ -23,9 +23,11 @@ class Batch:
     prompts: list[list[int]]
     max_tokens: int
     ignore_eos: bool = True
+    stop_token_ids: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"prompts": self.prompts, "params": {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}}
+        params = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos, "stop_token_ids": self.stop_token_ids}
+        return {"prompts": self.prompts, "params": params}
 
 
 @dataclass(frozen=True)

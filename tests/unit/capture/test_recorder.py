@@ -21,7 +21,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def send(recorder: Recorder, buffer: torch.Tensor, tokens: list[int], start: int = 0, first_row: int = 0) -> None:
-    plan = Plan(None, len(tokens), first_row, (Span("key", start, len(tokens), 0),))
+    plan = Plan(None, len(tokens), first_row, [Span("key", start, len(tokens), 0)])
     transfer = CpuTransfer(buffer)
     recorder.write(plan, transfer.send(len(tokens), None, torch.tensor(tokens, dtype=torch.int32)))
 

@@ -1,0 +1,53 @@
+"""Where things live in vLLM from 0.24.0 on: Model Runner V2 serves the dense models, beside V1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_overlay.compat import since_0_16_0
+from vllm_overlay.compat.since_0_16_0 import (
+    ENGINE_CORE,
+    ENVS,
+    PARALLEL_CONFIG,
+    SCHEDULER,
+    SPECULATIVE_DECODING_ON_CPU,
+    VLLM_CONFIG,
+    WORKER,
+    block_copies,
+    external_request_id,
+    full_attention_group,
+    runner_style,
+)
+
+__all__ = [
+    "CAPTURED_RUNNERS",
+    "ENGINE_CORE",
+    "ENVS",
+    "PARALLEL_CONFIG",
+    "SCHEDULER",
+    "SPECULATIVE_DECODING_ON_CPU",
+    "VLLM_CONFIG",
+    "WORKER",
+    "block_copies",
+    "external_request_id",
+    "full_attention_group",
+    "runner_style",
+    "step_order",
+    "step_token_ids",
+]
+
+CAPTURED_RUNNERS = ("V1", "V2")
+
+
+def step_order(worker: Any) -> tuple[str, ...]:
+    """As in 0.16.0; V2 sorts the requests of each step by their token count and keeps the order with the step's state."""
+    if runner_style(worker) == "V1":
+        return since_0_16_0.step_order(worker)
+    return tuple(worker.model_runner.execute_model_state.input_batch.req_ids)
+
+
+def step_token_ids(worker: Any) -> Any:
+    """As in 0.16.0; V2 keeps them with the step's state."""
+    if runner_style(worker) == "V1":
+        return since_0_16_0.step_token_ids(worker)
+    return worker.model_runner.execute_model_state.input_batch.input_ids
