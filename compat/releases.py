@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 # A release enters this table when the live tests have passed on it.
-SUPPORTED: tuple[str, ...] = ("0.16.0", "0.32.0")
+SUPPORTED: tuple[str, ...] = ("0.16.0", "0.24.0", "0.32.0")
 
 # (first release, module): a release is served by the last row that is not newer than it.
 SEAMS: tuple[tuple[str, str], ...] = (
@@ -35,6 +35,7 @@ class Seam(Protocol):
     VLLM_CONFIG: str
     SCHEDULER: str
     ENGINE_CORE: str
+    ENGINE_PROCESSES: str
     WORKER: str
     SPECULATIVE_DECODING_ON_CPU: bool
     CAPTURED_RUNNERS: tuple[str, ...]

@@ -11,6 +11,7 @@ PARALLEL_CONFIG = "vllm.config.parallel"
 VLLM_CONFIG = "vllm.config.vllm"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ENGINE_CORE = "vllm.v1.engine.core"
+ENGINE_PROCESSES = "vllm.v1.engine.utils"
 WORKER = "vllm.v1.worker.gpu_worker"
 
 # CPUModelRunner asserts that there is no speculative_config.
@@ -45,7 +46,7 @@ def step_token_ids(worker: Any) -> Any:
 
 
 def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:
-    """(index, block size) of the first group with full attention; a group of several layer kinds holds specs in a dict."""
+    """(index, block size) of the first group with full attention; one of several layer kinds holds specs in a dict."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for index, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -7,6 +7,7 @@ from typing import Any
 from vllm_overlay.compat import since_0_16_0
 from vllm_overlay.compat.since_0_16_0 import (
     ENGINE_CORE,
+    ENGINE_PROCESSES,
     ENVS,
     PARALLEL_CONFIG,
     SCHEDULER,
@@ -22,6 +23,7 @@ from vllm_overlay.compat.since_0_16_0 import (
 __all__ = [
     "CAPTURED_RUNNERS",
     "ENGINE_CORE",
+    "ENGINE_PROCESSES",
     "ENVS",
     "PARALLEL_CONFIG",
     "SCHEDULER",
@@ -40,7 +42,7 @@ CAPTURED_RUNNERS = ("V1", "V2")
 
 
 def step_order(worker: Any) -> tuple[str, ...]:
-    """As in 0.16.0; V2 sorts the requests of each step by their token count and keeps the order with the step's state."""
+    """As in 0.16.0; V2 sorts each step's requests by their token count and keeps the order with the step's state."""
     if runner_style(worker) == "V1":
         return since_0_16_0.step_order(worker)
     return tuple(worker.model_runner.execute_model_state.input_batch.req_ids)

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_overlay.compat.since_0_24_0 import (
     CAPTURED_RUNNERS,
     ENGINE_CORE,
+    ENGINE_PROCESSES,
     ENVS,
     PARALLEL_CONFIG,
     SCHEDULER,
@@ -23,6 +24,7 @@ from vllm_overlay.compat.since_0_24_0 import (
 __all__ = [
     "CAPTURED_RUNNERS",
     "ENGINE_CORE",
+    "ENGINE_PROCESSES",
     "ENVS",
     "PARALLEL_CONFIG",
     "SCHEDULER",
@@ -41,5 +43,5 @@ SPECULATIVE_DECODING_ON_CPU = True
 
 
 def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
-    """KV blocks (source, destination) that the worker copies before this step: a prefix hit that ends inside a block."""
+    """KV blocks (source, destination) that the worker copies before this step: a prefix hit ended inside a block."""
     return [(copy.src_block_id, copy.dst_block_id) for copy in scheduler_output.kv_cache_block_copies or ()]

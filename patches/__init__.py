@@ -11,6 +11,7 @@ if __name__ != "vllm_overlay.patches":
 from vllm_overlay.patch import Patch
 from vllm_overlay.patches import (
     close_capture_with_engine,
+    give_engine_time_to_close,
     install_capture_worker,
     key_compile_cache_by_taps,
     know_overlay_variables,
@@ -27,6 +28,7 @@ PATCHES: tuple[Patch, ...] = (
     note_finished_requests.PATCH,
     send_finished_requests.PATCH,
     close_capture_with_engine.PATCH,
+    give_engine_time_to_close.PATCH,
     tap_decoder_layers.PATCH,
     record_steps.PATCH,
 )

@@ -50,8 +50,8 @@ def write_tiny_llama(
     """A random Llama in float32, hidden 128, 2 heads of 64 and 1 key-value head, with its tokenizer; returns `folder`.
 
     `spread` is the weights' standard deviation: 0.15 makes states of size 50, 0.05 of size 1, where float32 rounding
-    stays under 1e-4. Heads of 64 are what vLLM's CPU attention takes in every release. The weights are wide enough that the best next
-    token is not a matter of rounding.
+    stays under 1e-4. Heads of 64 are what vLLM's CPU attention takes in every release. The weights are wide enough that
+    the best next token is not a matter of rounding.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

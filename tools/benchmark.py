@@ -96,6 +96,7 @@ def _run_side(side: str, store: str, engine_options: list[str]) -> dict[str, Any
 def _measure_side(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
     import torch
     import vllm
+
     from vllm_overlay.offline.engine import build_engine, shut_down
 
     llm = build_engine(args.model, engine_options)

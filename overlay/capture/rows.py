@@ -197,9 +197,7 @@ class RowBook:
             return max(0, min(count, request.num_prompt_tokens - start))
         return count
 
-    def _note_slots(
-        self, slots: _Slots, request: _Request, start: int, count: int, kept: int, first_row: int
-    ) -> None:
+    def _note_slots(self, slots: _Slots, request: _Request, start: int, count: int, kept: int, first_row: int) -> None:
         """Slots that this step fills hold these rows now; MISSING too, or a stale row would be found there later."""
         if count == 1:
             block, place = divmod(start, self._block_size)

@@ -72,7 +72,7 @@ class CaptureSession:
             self._taps.poison()
 
     def record_step(self, worker: Any, scheduler_output: Any) -> None:
-        """Called when the model has run: write the rows of this step, and records of the requests that ended before it."""
+        """Called when the model has run: write this step's rows, and records of the requests that ended before it."""
         assert self._taps is not None and self._transfer is not None
         if self._book is None:
             self._book = self._open_book(worker.model_runner.kv_cache_config)

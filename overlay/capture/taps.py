@@ -12,6 +12,7 @@ decoder layers, id N the stream before the final norm.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ def resolve_layer_ids(layers: str, num_hidden_layers: int) -> tuple[int, ...]:
         return tuple(range(last + 1))
     if isinstance(wanted, str):
         ids = (2, last // 2, last - 3, last)
-        if not all(a < b for a, b in zip(ids, ids[1:], strict=False)):
+        if not all(a < b for a, b in itertools.pairwise(ids)):
             raise TapError(
                 f"the EAGLE-3 default takes layers 2, N//2, N-3 and N, which for this model's N={last} are "
                 f"{', '.join(map(str, ids))}: too shallow; name the layers you want"
@@ -157,7 +158,8 @@ def _tap_input(layer: nn.Module, column: int) -> Any:
     signature = inspect.signature(layer.forward)
     if "hidden_states" not in signature.parameters:
         raise TapError(
-            f"{type(layer).__name__}.forward takes ({', '.join(signature.parameters)}); layer id 0 needs 'hidden_states'"
+            f"{type(layer).__name__}.forward takes ({', '.join(signature.parameters)}); layer id 0 needs "
+            "'hidden_states'"
         )
     names = list(signature.parameters)
     index = names.index("hidden_states")

@@ -49,7 +49,8 @@ def format_report(report: dict[str, Any]) -> str:
     """The report as a small table."""
     k = report["num_draft_tokens_a_check"]
     lines = [
-        f"{report['draft']} for {report['model']}, vLLM {report['vllm_version']}, {report['num_prompts']} prompts, {k} a check",
+        f"{report['draft']} for {report['model']}, vLLM {report['vllm_version']}, {report['num_prompts']} prompts, "
+        f"{k} a check",
         f"{'':16}{'checks':>8}"
         + "".join(f"{f'position {i}':>13}" for i in range(1, k + 1))
         + f"{'acceptance length':>20}",

@@ -82,8 +82,8 @@ def _keys_in(store: Path) -> set[str]:
 
 def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
     folder = next(parent for parent in (store, *store.absolute().parents) if parent.exists())
-    if not os.access(folder, os.W_OK):
-        raise OverlayError(f"cannot write into {folder}: choose another folder for the store")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OverlayError(f"cannot write {store}: {folder} is not a folder that can be written; choose another")
     num_tokens = sum(len(item.token_ids) for item in items)
     needed = estimate_bytes(num_tokens, num_layers, shape.hidden_size, shape.itemsize)
     free = shutil.disk_usage(folder).free
@@ -132,8 +132,9 @@ def _check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:
     long = [item for item in items if len(item.token_ids) + 1 > limit]
     if long:
         raise OverlayError(
-            f"{len(long)} of {len(items)} items are longer than the engine takes ({limit} tokens, one of them generated), "
-            f"the first {long[0].key!r} with {len(long[0].token_ids)}: prepare with --max-length {limit - 1}, or raise "
+            f"{len(long)} of {len(items)} items are longer than the engine takes ({limit} tokens, one of them "
+            f"generated), the first {long[0].key!r} with {len(long[0].token_ids)}: "
+            f"prepare with --max-length {limit - 1}, or raise "
             "--max-model-len after --"
         )
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_overlay.store import Store
 
 from tests.live.runs import Answer, Batch, Reference, run_script
 from tests.tiny_models import write_tiny_llama
+from vllm_overlay.store import Store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, model: Path, runner: str, capture: dict[str, str]) -> list[list[Answer]]:
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner], "VLLM_CACHE_ROOT": str(folder.parent / f"cache-{runner}")}
+    environment = {
+        "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[runner],
+        "VLLM_CACHE_ROOT": str(folder.parent / f"cache-{runner}"),
+    }
     return run_script(
         folder, model, BATCHES, environment=environment | capture, dtype="bfloat16", enforce_eager=False,
         gpu_memory_utilization=0.3, max_num_batched_tokens=512,

@@ -33,7 +33,5 @@ def test_the_loss_on_a_gpu_is_the_loss_on_a_cpu(tmp_path: Path, store_path: Path
 def test_sixteen_bits_train_too(tmp_path: Path, store_path: Path, model_folder: Path) -> None:  # noqa: F811
     from dataclasses import replace
 
-    result = train(
-        [store_path], model_folder, tmp_path / "run", replace(SETTINGS, dtype="bfloat16"), device="cuda"
-    )
+    result = train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, dtype="bfloat16"), device="cuda")
     assert result.last_loss < result.first_loss

@@ -102,7 +102,7 @@ def check_records(answers: dict[str, list[list[Answer]]], store: Store, referenc
 def test_every_state_is_the_reference(
     captured: tuple[dict[str, list[list[Answer]]], Store], reference: Reference
 ) -> None:
-    """CASES 1 (a) to (c), 2, 3: ids 0..N, one by one, batched, again from the prefix cache, 40 prompts of 1..40 tokens."""
+    """CASES 1 (a) to (c), 2, 3: ids 0..N, one by one, batched, from the prefix cache, 40 prompts of 1..40 tokens."""
     answers, store = captured
     assert store.layer_ids == tuple(range(LAYERS + 1))
     assert check_records(answers, store, reference) < TOLERANCE

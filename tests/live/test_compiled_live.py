@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from vllm_overlay.store import Store
 
 from tests.live.runs import Batch, Reference, run_script
 from tests.tiny_models import write_tiny_llama
+from vllm_overlay.store import Store
 
 pytestmark = [
     pytest.mark.live,

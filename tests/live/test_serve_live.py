@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_overlay.store import Store
 
 from tests.live.runs import Reference, clean_environment
 from tests.tiny_models import write_tiny_llama
+from vllm_overlay.store import Store
 
 pytestmark = pytest.mark.live
 

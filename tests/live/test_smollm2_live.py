@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_overlay.store import Store
 
 from tests.live.runs import Batch, Reference, run_script
 from tools.smollm2 import build_checkpoint, default_folder, is_current
+from vllm_overlay.store import Store
 
 pytestmark = pytest.mark.live
 
@@ -38,7 +38,10 @@ def test_every_state_of_a_real_model(tmp_path: Path) -> None:
             expected = reference.states(record.token_ids)
             difference = (record.hidden_states - expected).abs().amax(dim=(0, 2))
             size = expected.abs().amax(dim=(0, 2))
-            print(f"largest difference {float(difference.max()):.2e}, of a layer's largest {float((difference / size).max()):.2e}")
+            print(
+                f"largest difference {float(difference.max()):.2e}, "
+                f"of a layer's largest {float((difference / size).max()):.2e}"
+            )
             assert float((difference / size).max()) < RELATIVE_TOLERANCE
             # Read back through the head, the last states are the text: argmax of lm_head(norm(state N)).
             chosen = reference.logits_of(record.hidden_states[len(prompt) - 1 :, 30]).argmax(-1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+
 from vllm_overlay.compat.releases import resolve_release, seam_for
 from vllm_overlay.patch import AppliedPatch, Patch, apply_patch
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_overlay.patches.close_capture_with_engine import PATCH
 
 from tests.patches.conftest import Apply
+from vllm_overlay.patches.close_capture_with_engine import PATCH
 
 
 def make_engine(calls: list[str], rpc: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from tests.patches.conftest import Apply
 from vllm_overlay.capture.extension import COMPOSED, EXTENSION
 from vllm_overlay.patches.install_capture_worker import PATCH
-
-from tests.patches.conftest import Apply
 
 
 def test_the_extension_is_installed(apply: Apply) -> None:

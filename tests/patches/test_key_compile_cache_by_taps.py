@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from vllm_overlay.patches import key_compile_cache_by_taps
-from vllm_overlay.patches.key_compile_cache_by_taps import PATCH
 
 from tests.patches.conftest import Apply
+from vllm_overlay.patches import key_compile_cache_by_taps
+from vllm_overlay.patches.key_compile_cache_by_taps import PATCH
 
 
 def test_other_layers_other_key(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,9 @@ def test_other_layers_other_key(apply: Apply, monkeypatch: pytest.MonkeyPatch) -
     stock = config.compute_hash()
     keys = []
     for layers in ("1,2", "1,3", "1,2"):
-        monkeypatch.setattr(key_compile_cache_by_taps, "current_settings", lambda layers=layers: SimpleNamespace(layers=layers))
+        monkeypatch.setattr(
+            key_compile_cache_by_taps, "current_settings", lambda layers=layers: SimpleNamespace(layers=layers)
+        )
         applied = apply(PATCH) if not keys else None
         assert applied is None or applied.replacements
         keys.append(config.compute_hash())

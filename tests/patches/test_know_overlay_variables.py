@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from vllm_overlay.patches.know_overlay_variables import PATCH
-from vllm_overlay.settings import VARIABLES
 
 from tests.patches.conftest import Apply
+from vllm_overlay.patches.know_overlay_variables import PATCH
+from vllm_overlay.settings import VARIABLES
 
 
 def test_known_and_not_shown(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from vllm_overlay.capture.finished import FinishedRequest, take_finished
-from vllm_overlay.patches.note_finished_requests import PATCH
 
 from tests.patches.conftest import Apply
+from vllm_overlay.capture.finished import FinishedRequest, take_finished
+from vllm_overlay.patches.note_finished_requests import PATCH
 
 
 def test_the_note_is_taken_before_the_request_is_freed(apply: Apply) -> None:

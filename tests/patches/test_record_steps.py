@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_overlay.capture.extension import CaptureExtension
-from vllm_overlay.patches.record_steps import PATCH, build
 
 from tests.patches.conftest import Apply
+from vllm_overlay.capture.extension import CaptureExtension
+from vllm_overlay.patches.record_steps import PATCH, build
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from tests.patches.conftest import Apply
 from vllm_overlay.activation import ActivationError
 from vllm_overlay.capture.extension import CaptureExtension
 from vllm_overlay.patches.tap_decoder_layers import PATCH, build
-
-from tests.patches.conftest import Apply
 
 
 def test_open_load_tap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,5 +29,5 @@ def test_a_worker_without_the_extension_is_refused_before_the_load(apply: Apply)
     from vllm.v1.worker.gpu_worker import Worker
 
     apply(PATCH)
-    with pytest.raises(ActivationError, match="expected .*CaptureExtension among the bases of Worker, found none"):
+    with pytest.raises(ActivationError, match=r"expected .*CaptureExtension among the bases of Worker, found none"):
         Worker.__new__(Worker).load_model()

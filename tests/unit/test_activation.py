@@ -32,7 +32,7 @@ def test_an_unknown_release_is_refused_at_import(stub: Path) -> None:
     done = run_python("import vllm", ON, stub)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.16.0, 0.32.0" in last
+    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.16.0, 0.24.0, 0.32.0" in last
     assert "VLLM_OVERLAY_RELEASE" in last
     assert "VLLM_OVERLAY_POLICY=warn" in last
     left = run_python("try:\n import vllm\nexcept ImportError:\n import sys; print('vllm' in sys.modules)", ON, stub)

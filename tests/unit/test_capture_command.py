@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from vllm_overlay.dataset import DatasetItem, write_dataset
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.offline import capture
@@ -37,7 +38,9 @@ def test_too_small_a_disk_is_refused_before_the_model_loads(tmp_path: Path, monk
     write_dataset(tmp_path / "data", items, {})
     model = write_model(tmp_path / "model")
     with pytest.raises(OverlayError, match=r"need 94\.4 GB in .*, which has 50\.0 GB free"):
-        capture_dataset(tmp_path / "data", model=str(model), store=tmp_path / "store", layers="eagle3", engine_options=[])
+        capture_dataset(
+            tmp_path / "data", model=str(model), store=tmp_path / "store", layers="eagle3", engine_options=[]
+        )
     assert not (tmp_path / "store").exists()
 
 

@@ -63,7 +63,8 @@ def target(path: str, *parameters: str) -> Target:
 def test_targets_are_resolved_through_the_seam() -> None:
     patch = Patch(
         name="p", targets=("{WORKER}:Worker.load_model",), vllm=">=0", process="worker",
-        relies_on={"{WORKER}:Worker.load_model": ("self",)}, upstream="", remove_when="", build=wrap, verify=lambda: None,
+        relies_on={"{WORKER}:Worker.load_model": ("self",)}, upstream="", remove_when="", build=wrap,
+        verify=lambda: None,
     )  # fmt: skip
     resolved = patch.resolve_targets(SimpleNamespace(WORKER="vllm.somewhere"))  # type: ignore[arg-type]
     assert resolved == (Target("vllm.somewhere", "Worker.load_model", ("self",)),)
@@ -103,7 +104,7 @@ def test_every_misfit_is_collected(module: ModuleType) -> None:
 
 def test_one_misfit_and_nothing_is_patched(module: ModuleType) -> None:
     before = vars(module.Thing)["method"]
-    with pytest.raises(PatchError, match="patch 'p' does not fit this vLLM: expected .*Thing.gone"):
+    with pytest.raises(PatchError, match=r"patch 'p' does not fit this vLLM: expected .*Thing.gone"):
         apply_patch(make_patch(), (target("Thing.method"), target("Thing.gone")))
     assert vars(module.Thing)["method"] is before
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.rows import Plan, Span
 from vllm_overlay.capture.transfer import CpuTransfer
@@ -46,7 +47,9 @@ def test_a_record_has_prompt_and_generated_tokens_and_its_mask(recorder: Recorde
         assert (record.num_prompt_tokens, record.tag, record.finish_reason) == (2, "tag", "stop")
 
 
-@pytest.mark.parametrize(("value", "word"), [(0.0, "all zero"), (float("nan"), "not finite"), (float("inf"), "not finite")])
+@pytest.mark.parametrize(
+    ("value", "word"), [(0.0, "all zero"), (float("nan"), "not finite"), (float("inf"), "not finite")]
+)
 def test_a_dead_row_is_refused_with_request_position_and_layer(recorder: Recorder, value: float, word: str) -> None:
     """CASES 9, 10: a tap that did not fire, an all-zero or non-finite row; never an empty or silent store."""
     rows = torch.randn(3, 2, 4)

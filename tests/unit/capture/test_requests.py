@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from vllm_overlay.capture.composed import _compose
 from vllm_overlay.capture.extension import EXTENSION, CaptureExtension, compose_extension
 from vllm_overlay.capture.finished import FinishedRequest, FinishedRequests, close_workers, note_finished, take_finished

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
 from vllm_overlay.capture.taps import TapError, find_decoder_layers, install_taps, resolve_layer_ids
 from vllm_overlay.settings import SettingsError
 
