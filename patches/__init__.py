@@ -15,6 +15,7 @@ from vllm_overlay.patches import (
     install_capture_worker,
     key_compile_cache_by_taps,
     know_overlay_variables,
+    leave_out_warm_up_steps,
     note_finished_requests,
     record_steps,
     send_finished_requests,
@@ -30,5 +31,6 @@ PATCHES: tuple[Patch, ...] = (
     close_capture_with_engine.PATCH,
     give_engine_time_to_close.PATCH,
     tap_decoder_layers.PATCH,
+    leave_out_warm_up_steps.PATCH,
     record_steps.PATCH,
 )

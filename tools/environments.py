@@ -49,6 +49,7 @@ RELEASES = {
     release.vllm: release
     for release in (
         Release("0.16.0", torch="2.10.0", oldest_python=(3, 10)),
+        Release("0.24.0", torch="2.11.0", oldest_python=(3, 10)),
         Release("0.32.0", torch="2.13.0", oldest_python=(3, 11)),
     )
 }

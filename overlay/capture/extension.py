@@ -8,6 +8,8 @@ plain values, so that nothing is ever pickled by us.
 from __future__ import annotations
 
 import multiprocessing.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_overlay.activation import ActivationError, describe_process, note_role, require_patched
@@ -21,6 +23,7 @@ class CaptureExtension:
     """Methods of a worker that captures."""
 
     overlay_session: CaptureSession | None = None
+    overlay_is_paused = False
 
     def overlay_open(self) -> None:
         """Open the session before the weights are read. Errors: ActivationError, CaptureError, StoreError."""
@@ -46,8 +49,17 @@ class CaptureExtension:
 
     def overlay_after_step(self, scheduler_output: Any) -> None:
         """Called when the model has run."""
-        if self.overlay_session is not None:
+        if self.overlay_session is not None and not self.overlay_is_paused:
             self.overlay_session.record_step(self, scheduler_output)
+
+    @contextmanager
+    def overlay_paused(self) -> Iterator[None]:
+        """Steps taken inside are not recorded: they come from no scheduler."""
+        self.overlay_is_paused = True
+        try:
+            yield
+        finally:
+            self.overlay_is_paused = False
 
     def overlay_flush(self) -> dict[str, int]:
         """Commit every finished request; returns the statistics. Errors: CaptureError."""

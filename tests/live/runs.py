@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "generate.py"
+# What a host's installation of vLLM needs to run at all.
+OF_THE_HOST = ("VLLM_USE_FLASHINFER_SAMPLER",)
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
 
 
@@ -40,12 +42,11 @@ class Answer:
 
 def clean_environment(extra: dict[str, str]) -> dict[str, str]:
     """This environment with no VLLM_ variable but what an offline engine on a small CPU needs, and `extra`."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_") or key in OF_THE_HOST}
     base = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Where this session's other engines cannot be in the way: every run has its own compile cache.
         "TOKENIZERS_PARALLELISM": "false",
     }
     return kept | base | extra

@@ -140,7 +140,9 @@ def test_vllms_counters_agree_with_the_chain(report: dict[str, Any]) -> None:
         assert report["vllm"][name] == report["chain"][name]
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(dataset: Path, model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(
+    dataset: Path, model: Path, tmp_path: Path
+) -> None:
     """CASES 24: a folder that cannot be written; the engine never starts (its options here would be refused)."""
     (tmp_path / "file").write_text("")
     done = run_command(

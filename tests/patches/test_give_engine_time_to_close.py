@@ -16,7 +16,8 @@ class Manager:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [({}, GRACE_S), ({"timeout": 0}, GRACE_S), ({"timeout": None}, GRACE_S), ({"timeout": 90.0}, 90.0)]
+    ("words", "expected"),
+    [({}, GRACE_S), ({"timeout": 0}, GRACE_S), ({"timeout": None}, GRACE_S), ({"timeout": 90.0}, 90.0)],
 )
 def test_at_least_the_grace(words: dict[str, Any], expected: float) -> None:
     assert Manager().shutdown(**words) == expected
