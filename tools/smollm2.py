@@ -182,7 +182,8 @@ def rotary_halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, A
     """
     pairs = weight.shape[0] // heads // 2
     split = weight.reshape(heads, pairs, 2, weight.shape[1])  # [heads, pairs, 2, hidden]
-    return split.swapaxes(1, 2).reshape(weight.shape)
+    joined: np.ndarray[Any, Any] = split.swapaxes(1, 2).reshape(weight.shape)
+    return joined
 
 
 def tokenizer(facts: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_overlay.cli.output import keep_stdout_for_result
+
 HELP = "Measure a draft's acceptance per position and its acceptance length on a file of prompts"
 
 
@@ -40,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
     settings = EvaluationSettings(
         args.model, args.draft, args.draft_tokens, args.max_tokens, args.ignore_eos, tuple(args.engine_options)
     )
-    report = evaluate(settings, read_prompts(args.prompts, args.model))
-    print(json.dumps(report, indent=2) if args.json else format_report(report))
+    with keep_stdout_for_result() as stdout:
+        report = evaluate(settings, read_prompts(args.prompts, args.model))
+        print(json.dumps(report, indent=2) if args.json else format_report(report), file=stdout)
     return 0
 
 

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from vllm_overlay.cli.output import keep_stdout_for_result
+
 HELP = "What is patched here, per patch, and why not"
 
 
@@ -25,24 +27,27 @@ def run(args: argparse.Namespace) -> int:
     os.environ["VLLM_OVERLAY"] = "1"
     from vllm_overlay.offline.status import inspect_engine, inspect_this_process
 
-    report = inspect_engine(args.engine, args.engine_options) if args.engine else inspect_this_process()
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _print_report(report)
+    with keep_stdout_for_result() as stdout:
+        report = inspect_engine(args.engine, args.engine_options) if args.engine else inspect_this_process()
+        print(json.dumps(report, indent=2) if args.json else format_report(report), file=stdout)
+    for problem in report["problems"]:
+        print(f"problem: {problem}", file=sys.stderr)
     return 0 if not report["problems"] else 1
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def format_report(report: dict[str, Any]) -> str:
+    """A line a process and a line a patch."""
+    lines = []
     for process in report["processes"]:
         roles = ", ".join(process["roles"]) or "helper"
-        print(f"process {process['pid']} {process['process_name']} ({roles}): vLLM {process['vllm_version']}, ", end="")
-        print(f"treated as {process['release']}")
+        lines.append(
+            f"process {process['pid']} {process['process_name']} ({roles}): vLLM {process['vllm_version']}, "
+            f"treated as {process['release']}"
+        )
         for notice in process["notices"]:
-            print(f"  notice: {notice}")
+            lines.append(f"  notice: {notice}")
         width = max(map(len, process["entries"]), default=0)
         for name, entry in process["entries"].items():
             reason = f": {entry['reason']}" if entry["reason"] else ""
-            print(f"  {name:{width}}  {entry['process']:9}  {entry['state']}{reason}")
-    for problem in report["problems"]:
-        print(f"problem: {problem}", file=sys.stderr)
+            lines.append(f"  {name:{width}}  {entry['process']:9}  {entry['state']}{reason}")
+    return "\n".join(lines)

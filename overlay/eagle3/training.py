@@ -29,6 +29,7 @@ from vllm_overlay.eagle3.selftest import CAUSES, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.fingerprint import fingerprint_model
 
 DEFAULT_DRAFT_VOCABULARY = 32768
 BETAS = (0.9, 0.95)
@@ -101,6 +102,7 @@ def train(
         counted, present = count_tokens(
             ((entry.token_ids, entry.loss_mask) for entry in training), target.config.vocab_size
         )
+        _say_other_weights(say, corpus, target)
         settings = _settle(settings, corpus, target, training, place)
         size = settings.draft_vocab_size or target.config.vocab_size
         vocabulary = choose_vocabulary(counted, present, size, target.config.special_token_ids)
@@ -295,6 +297,17 @@ def _require_same_model(corpus: Corpus, target: Target) -> None:
             raise OverlayError(
                 f"{target.path}: {fact} is {wanted}, the store's model {corpus.meta.model} has {stored}: another model?"
             )
+
+
+def _say_other_weights(say: Callable[[str], None], corpus: Corpus, target: Target) -> None:
+    """Not refused: a store captured by a hub name, or brought from elsewhere, has another fingerprint for the same
+    weights, and the self-test tells whether the states are this model's."""
+    wanted = fingerprint_model(str(target.path), {})
+    if corpus.meta.model_fingerprint != wanted:
+        say(
+            f"WARNING: {target.path} has the fingerprint {wanted[:12]}, the store's states come from "
+            f"{corpus.meta.model} with {corpus.meta.model_fingerprint[:12]}: train on the weights that were captured"
+        )
 
 
 def _say_data(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 # Prompts are handed to the engine in groups, so that the progress bar moves and the prompts of a huge dataset are not
-# all in the engine at once; large enough that the engine's batches stay full to the end of a group.
-GROUP_TOKENS = 65_536
+# all in the engine at once. A group is what the engine did in so many seconds before: a GPU's batches stay full to the
+# end of a long group, and a CPU shows that it is alive.
+FIRST_GROUP_TOKENS = 4_096
+GROUP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,16 @@ def _run(
         num_tokens = sum(len(item.token_ids) for item in items)
         started = time.perf_counter()
         with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="capture") as bar:
-            for group in _groups(items):
+            limit, rest = FIRST_GROUP_TOKENS, list(items)
+            while rest:
+                group, rest = take_group(rest, limit)
+                group_started = time.perf_counter()
                 _capture_group(llm, group)
+                group_tokens = sum(len(item.token_ids) for item in group)
+                limit = int(group_tokens * GROUP_SECONDS / (time.perf_counter() - group_started))
                 statistics = llm.collective_rpc("overlay_statistics")[0]
                 bar.set_postfix_str(f"{statistics['bytes'] / 1e6:.0f} MB")
-                bar.update(sum(len(item.token_ids) for item in group))
+                bar.update(group_tokens)
         statistics = llm.collective_rpc("overlay_flush")[0]
         seconds = time.perf_counter() - started
     finally:
@@ -155,17 +162,14 @@ def _options(item: DatasetItem) -> dict[str, Any]:
     return {"tag": item.key, "loss_spans": find_spans(item.loss_mask)}
 
 
-def _groups(items: Sequence[DatasetItem]) -> Iterator[list[DatasetItem]]:
-    group: list[DatasetItem] = []
+def take_group(items: list[DatasetItem], limit: int) -> tuple[list[DatasetItem], list[DatasetItem]]:
+    """The first items up to about `limit` tokens, at least one of them, and the rest."""
     num_tokens = 0
-    for item in items:
-        group.append(item)
+    for index, item in enumerate(items):
         num_tokens += len(item.token_ids)
-        if num_tokens >= GROUP_TOKENS:
-            yield group
-            group, num_tokens = [], 0
-    if group:
-        yield group
+        if num_tokens >= limit:
+            return items[: index + 1], items[index + 1 :]
+    return items, []
 
 
 def _check_complete(store: Path, items: Sequence[DatasetItem]) -> None:

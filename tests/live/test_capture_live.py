@@ -60,7 +60,13 @@ def run_captured(
     batches = [batch for group in BATCHES.values() for batch in group]
     answers = iter(
         run_script(
-            folder, model, batches, environment=environment, max_num_batched_tokens=budget, max_num_seqs=min(32, budget), block_size=32
+            folder,
+            model,
+            batches,
+            environment=environment,
+            max_num_batched_tokens=budget,
+            max_num_seqs=min(32, budget),
+            block_size=32,
         )
     )
     return {name: [next(answers) for _ in group] for name, group in BATCHES.items()}, Store.open(folder / "store")

@@ -117,7 +117,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, draft: Path, model: Path) -
         "--json",
         *ENGINE,
     )
-    parsed: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{\n") :])
+    parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.patches.conftest import Apply
 from vllm_overlay.capture.extension import CaptureExtension
 from vllm_overlay.patches.leave_out_warm_up_steps import PATCH, build
-
-from tests.patches.conftest import Apply
 
 
 class Session:

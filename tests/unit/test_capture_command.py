@@ -12,7 +12,7 @@ import pytest
 from vllm_overlay.dataset import DatasetItem, write_dataset
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.offline import capture
-from vllm_overlay.offline.capture import capture_dataset, estimate_bytes, find_spans
+from vllm_overlay.offline.capture import capture_dataset, estimate_bytes, find_spans, take_group
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
 
@@ -72,3 +72,12 @@ def test_layers_that_do_not_exist_are_refused_before_the_model_loads(tmp_path: P
 )
 def test_spans_of_a_mask(mask: str, spans: list[list[int]]) -> None:
     assert find_spans(np.array([bit == "1" for bit in mask], dtype=np.bool_)) == spans
+
+
+def test_groups_hold_about_so_many_tokens_and_never_none() -> None:
+    items = [make_item(f"i{i}", length) for i, length in enumerate((5, 5, 5, 30, 1))]
+    taken = []
+    while items:
+        group, items = take_group(items, 10)
+        taken.append([len(item.token_ids) for item in group])
+    assert taken == [[5, 5], [5, 30], [1]]
