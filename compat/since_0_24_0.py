@@ -11,7 +11,6 @@ from vllm_overlay.compat.since_0_16_0 import (
     ENVS,
     PARALLEL_CONFIG,
     SCHEDULER,
-    SPECULATIVE_DECODING_ON_CPU,
     VLLM_CONFIG,
     WORKER,
     block_copies,
@@ -38,6 +37,7 @@ __all__ = [
     "step_token_ids",
 ]
 
+SPECULATIVE_DECODING_ON_CPU = True
 CAPTURED_RUNNERS = ("V1", "V2")
 
 

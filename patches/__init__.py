@@ -10,6 +10,7 @@ if __name__ != "vllm_overlay.patches":
 
 from vllm_overlay.patch import Patch
 from vllm_overlay.patches import (
+    close_capture_at_exit,
     close_capture_with_engine,
     give_engine_time_to_close,
     install_capture_worker,
@@ -29,6 +30,7 @@ PATCHES: tuple[Patch, ...] = (
     note_finished_requests.PATCH,
     send_finished_requests.PATCH,
     close_capture_with_engine.PATCH,
+    close_capture_at_exit.PATCH,
     give_engine_time_to_close.PATCH,
     tap_decoder_layers.PATCH,
     leave_out_warm_up_steps.PATCH,

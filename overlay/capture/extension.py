@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_overlay.activation import ActivationError, describe_process, note_role, require_patched
+from vllm_overlay.capture.finished import noted_in_this_process
 from vllm_overlay.capture.session import CaptureSession
 
 EXTENSION = "vllm_overlay.capture.extension.CaptureExtension"
@@ -23,6 +24,7 @@ class CaptureExtension:
     """Methods of a worker that captures."""
 
     overlay_session: CaptureSession | None = None
+    overlay_finalizer: multiprocessing.util.Finalize | None = None
     overlay_is_paused = False
 
     def overlay_open(self) -> None:
@@ -36,7 +38,7 @@ class CaptureExtension:
         require_patched("worker")
         self.overlay_session = CaptureSession(self)
         # A worker that is told to stop by a signal skips the engine's orderly end; this runs at every exit but a kill.
-        multiprocessing.util.Finalize(self, self.overlay_close, exitpriority=100)
+        self.overlay_finalizer = multiprocessing.util.Finalize(self, self.overlay_close, exitpriority=100)
 
     def overlay_tap(self) -> None:
         """Tap the model that has just been built."""
@@ -84,10 +86,16 @@ class CaptureExtension:
         self._overlay_require().stop()
 
     def overlay_close(self, ended: list[tuple[str, int, str]] | None = None) -> None:
-        """Write the last records (key, tokens, reason) and close the store. Closing twice is closing once."""
+        """Write the last records (key, tokens, reason) and close the store. Closing twice is closing once.
+
+        Without a list, what the engine noted in this very process: an engine that runs in its caller's process ends
+        with it, and nobody tells its worker.
+        """
         session, self.overlay_session = self.overlay_session, None
+        if self.overlay_finalizer is not None:
+            self.overlay_finalizer.cancel()
         if session is not None:
-            session.close(ended or [])
+            session.close(noted_in_this_process() if ended is None else ended)
 
     def _overlay_require(self) -> CaptureSession:
         if self.overlay_session is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 # Far above what a writer's bounded backlog takes on a slow disk, and a bound all the same: a dead worker never answers.
 CLOSE_TIMEOUT_S = 300.0
@@ -39,6 +40,7 @@ class _Notes:
 
 
 _NOTES: WeakKeyDictionary[Any, _Notes] = WeakKeyDictionary()
+_CLOSED: WeakSet[Any] = WeakSet()
 
 
 def note_finished(scheduler: Any, request: Any) -> None:
@@ -60,9 +62,29 @@ def close_workers(executor: Any, scheduler: Any) -> None:
 
     Errors: whatever a worker raises while it writes, as `collective_rpc` reports it.
     """
-    if executor is None:
+    if executor is None or scheduler in _CLOSED:
         return
-    take_finished(scheduler)
-    facts = {key: fact for sent in _NOTES[scheduler].sent for key, fact in sent.items()}
-    ended = [(key, fact.num_tokens, fact.reason) for key, fact in facts.items()]
+    _CLOSED.add(scheduler)
+    ended = _list_noted(_NOTES.setdefault(scheduler, _Notes()))
     executor.collective_rpc("overlay_close", timeout=CLOSE_TIMEOUT_S, args=(ended,))
+
+
+def close_at_exit(engine: Any) -> None:
+    """Close the engine's workers when this process exits, if the engine still lives and was not shut down before."""
+    atexit.register(_close_if_alive, ref(engine))
+
+
+def _close_if_alive(engine_ref: ref[Any]) -> None:
+    engine = engine_ref()
+    if engine is not None:
+        close_workers(engine.model_executor, engine.scheduler)
+
+
+def noted_in_this_process() -> list[tuple[str, int, str]]:
+    """The same of every scheduler that lives in this process, as (key, tokens, reason)."""
+    return [ended for notes in list(_NOTES.values()) for ended in _list_noted(notes)]
+
+
+def _list_noted(notes: _Notes) -> list[tuple[str, int, str]]:
+    facts = {key: fact for carried in [*notes.sent, notes.waiting] for key, fact in carried.items()}
+    return [(key, fact.num_tokens, fact.reason) for key, fact in facts.items()]

@@ -167,6 +167,12 @@ class CaptureSession:
         )
 
     def _begin(self, request: Any) -> NewRequest:
+        assert self._book is not None
+        blocks = tuple(request.block_ids[self._kv_group]) if request.block_ids else ()
+        if request.req_id in self._book:
+            # Model Runner V2 is sent a pre-empted request again as if it were new.
+            captured = self._book.is_captured(request.req_id)
+            return NewRequest(request.req_id, 0, request.num_computed_tokens, blocks, captured, resumed=True)
         request_id = self._seam.external_request_id(request.req_id)
         options = read_options(request.sampling_params)
         prompt = _prompt_tokens(request)
@@ -177,7 +183,7 @@ class CaptureSession:
             request.req_id,
             len(prompt),
             request.num_computed_tokens,
-            tuple(request.block_ids[self._kv_group]) if request.block_ids else (),
+            blocks,
             captured,
         )
 

@@ -160,3 +160,23 @@ def test_text_is_the_same_with_capture_off(
     plain = run_script(tmp_path, model, BATCHES["long"], max_num_batched_tokens=64, max_num_seqs=32)
     assert len(plain[0][0].token_ids) == 64
     assert plain[0][0].token_ids == captured[0]["long"][0][0].token_ids
+
+
+def test_an_engine_in_the_callers_own_process_loses_nothing(tmp_path: Path, model: Path, reference: Reference) -> None:
+    """Nobody tells its worker of the last finished requests: they are written when the process ends."""
+    batch = Batch(SHARED, 4)
+    environment = {
+        "VLLM_OVERLAY": "1",
+        "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"),
+        "VLLM_OVERLAY_LAYERS": "8",
+        "VLLM_OVERLAY_TOKENS": "prompt",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    answers = run_script(tmp_path / "run", model, [batch], environment=environment)[0]
+    with Store.open(tmp_path / "store") as store:
+        assert len(store) == len(SHARED)
+        for prompt, answer in zip(SHARED, answers, strict=True):
+            record = store[answer.request_id]
+            assert record.token_ids.tolist() == prompt
+            expected = reference.states(record.token_ids)[:, [8]]
+            assert float((record.hidden_states - expected).abs().max()) < TOLERANCE
