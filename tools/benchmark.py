@@ -24,8 +24,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIDES = ("off", "on", "off", "on")
-
 
 def main() -> int:
     words, engine_options = _split(sys.argv[1:])
@@ -34,6 +32,7 @@ def main() -> int:
     parser.add_argument("--prefill", default="64x256", metavar="REQUESTSxTOKENS", help="default: 64x256")
     parser.add_argument("--decode", default="32x64+128", metavar="REQUESTSxIN+OUT", help="default: 32x64+128")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, a side (default: 3)")
+    parser.add_argument("--sides", default="off,on,off,on", help="engines, in this order (default: off,on,off,on)")
     parser.add_argument("--layers", default="eagle3", help="layers to capture (default: eagle3)")
     parser.add_argument("--store", help="folder for the stores (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON too")
@@ -58,7 +57,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
     results: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store) as folder:
-        for number, side in enumerate(SIDES):
+        for number, side in enumerate(args.sides.split(",")):
             results[side].append(_run_side(side, f"{folder}/store-{number}", engine_options))
             print(f"{side}: {json.dumps(results[side][-1])}", file=sys.stderr)
     report: dict[str, Any] = {

@@ -7,6 +7,7 @@ of zeros have trained drafts that accepted nothing), and so is a row whose token
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,10 @@ from vllm_overlay.store import PendingRecord, StoreWriter
 
 # Records wait this long for others before they are committed together: a commit syncs the disk.
 COMMIT_INTERVAL_S = 0.5
+
+# The writer shares the interpreter with the thread that runs the model, which gives up the GIL at every CUDA call and
+# wants it back at once: by default Python lets the other thread keep it for 5 ms, a third of a decode step.
+SWITCH_INTERVAL_S = 0.0001
 
 
 class CaptureError(OverlayError):
@@ -68,6 +73,7 @@ class Recorder:
         self._ready: list[PendingRecord] = []
         self._committed_at = time.monotonic()
         self.statistics = Statistics()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread = threading.Thread(target=self._run, name="vllm-overlay-writer", daemon=True)
         self._thread.start()
 

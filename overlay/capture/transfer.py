@@ -2,13 +2,13 @@
 
 On CUDA the rows go device-to-device into one of two staging buffers on the step's own stream (microseconds), and from
 there to pinned memory on a side stream; whoever takes them waits for an event, not for the step. On a CPU they are
-copied once. When all host slots are in use the step waits, and the wait is counted; nothing is dropped.
+copied once. When the host memory set aside is full the step waits, and the wait is counted; nothing is dropped.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 # Host memory that rows may take before the step waits for the writer; at least two steps fit whatever their size.
-HOST_BYTES = 512 * 2**20
+HOST_BYTES = 1024 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class HostRows:
 class Transfer(Protocol):
     """Takes rows out of the buffer before the next step overwrites them."""
 
-    num_waits: int
+    @property
+    def num_waits(self) -> int:
+        """How often a step waited for room."""
+        ...
 
     def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
         """Start the copy of `count` rows; what is returned waits for its end. `tokens` int32 `[>= all rows]`."""
@@ -87,77 +90,112 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Two device staging buffers, a side stream, and a ring of pinned host slots."""
+    """Two device staging buffers, a side stream, and a ring of pinned host rows."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-        self._staging = [_Slot.on_device(buffer) for _ in range(2)]
+        self._staging = [_Staging.beside(buffer) for _ in range(2)]
         self._turn = 0
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for _ in range(max(2, HOST_BYTES // buffer.nbytes)):
-            self._free.put(_Slot.pinned(buffer))
-        self.num_waits = 0
+        capacity = max(4 * len(buffer), HOST_BYTES // buffer[0].nbytes)
+        self._ring = Ring(capacity)
+        self._rows = torch.empty(capacity, *buffer.shape[1:], dtype=buffer.dtype, pin_memory=True)
+        self._tokens = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+        self._peaks = torch.empty(capacity, buffer.shape[1], dtype=torch.float32, pin_memory=True)
+
+    @property
+    def num_waits(self) -> int:
+        return self._ring.num_waits
 
     def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
-        slot = self._take_slot()
+        start = self._ring.take(count)
+        place = slice(start, start + count)
         staging = self._staging[self._turn]
         self._turn = 1 - self._turn
         step = torch.cuda.current_stream(self._buffer.device)
         step.wait_event(staging.copied)
-        if indices is None:
-            staging.rows[:count].copy_(self._buffer[:count])
-            staging.tokens[:count].copy_(tokens[:count])
-        else:
-            index = torch.from_numpy(indices).to(self._buffer.device, non_blocking=True)
-            torch.index_select(self._buffer, 0, index, out=staging.rows[:count])
-            staging.tokens[:count].copy_(tokens.index_select(0, index))
-        staging.peaks[:count].copy_(_peaks(staging.rows[:count]))
+        staging.fill(self._buffer, tokens, count, indices)
         self._stream.wait_stream(step)
         with torch.cuda.stream(self._stream):
-            slot.copy_from(staging, count)
+            self._rows[place].copy_(staging.rows[:count], non_blocking=True)
+            self._tokens[place].copy_(staging.tokens[:count], non_blocking=True)
+            self._peaks[place].copy_(staging.peaks[:count], non_blocking=True)
             staging.copied.record(self._stream)
-            slot.copied.record(self._stream)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)  # type: ignore[no-untyped-call]
 
         def wait() -> HostRows:
-            slot.copied.synchronize()
-            tokens_64 = slot.tokens[:count].numpy().astype(np.int64)
-            return HostRows(slot.rows[:count], tokens_64, slot.peaks[:count].numpy(), lambda: self._free.put(slot))
+            arrived.synchronize()
+            tokens_64 = self._tokens[place].numpy().astype(np.int64)
+            return HostRows(self._rows[place], tokens_64, self._peaks[place].numpy(), self._ring.give_back)
 
         return wait
 
-    def _take_slot(self) -> _Slot:
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            self.num_waits += 1
-            return self._free.get()
-
 
 @dataclass(frozen=True)
-class _Slot:
+class _Staging:
+    """A copy of a step's rows on the device; `copied` is recorded when it has left for the host."""
+
     rows: torch.Tensor
     tokens: torch.Tensor
     peaks: torch.Tensor
     copied: Any
 
     @staticmethod
-    def on_device(buffer: torch.Tensor) -> _Slot:
-        tokens = torch.empty(buffer.shape[0], dtype=torch.int32, device=buffer.device)
+    def beside(buffer: torch.Tensor) -> _Staging:
+        tokens = torch.empty(len(buffer), dtype=torch.int32, device=buffer.device)
         peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, device=buffer.device)
-        return _Slot(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return _Staging(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def pinned(buffer: torch.Tensor) -> _Slot:
-        rows = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-        tokens = torch.empty(buffer.shape[0], dtype=torch.int32, pin_memory=True)
-        peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, pin_memory=True)
-        return _Slot(rows, tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
+    def fill(self, buffer: torch.Tensor, tokens: torch.Tensor, count: int, indices: NDArray[np.int64] | None) -> None:
+        if indices is None:
+            self.rows[:count].copy_(buffer[:count])
+            self.tokens[:count].copy_(tokens[:count])
+        else:
+            index = torch.from_numpy(indices).to(buffer.device, non_blocking=True)
+            torch.index_select(buffer, 0, index, out=self.rows[:count])
+            self.tokens[:count].copy_(tokens.index_select(0, index))
+        self.peaks[:count].copy_(_peaks(self.rows[:count]))
 
-    def copy_from(self, other: _Slot, count: int) -> None:
-        self.rows[:count].copy_(other.rows[:count], non_blocking=True)
-        self.tokens[:count].copy_(other.tokens[:count], non_blocking=True)
-        self.peaks[:count].copy_(other.peaks[:count], non_blocking=True)
+
+class Ring:
+    """Places in `capacity` host rows, given out in order and given back in the same order.
+
+    A step takes as many places as it has rows, so that hundreds of decode steps fit where a few prefill steps do.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._taken: deque[tuple[int, int]] = deque()  # [start, end), oldest first
+        self._room = threading.Condition()
+        self.num_waits = 0
+
+    def take(self, count: int) -> int:
+        """The first of `count` places next to each other; waits, and counts it, while there are none."""
+        with self._room:
+            if self._find(count) is None:
+                self.num_waits += 1
+                self._room.wait_for(lambda: self._find(count) is not None)
+            start = self._find(count)
+            assert start is not None
+            self._taken.append((start, start + count))
+            return start
+
+    def give_back(self) -> None:
+        """The places taken longest ago are free again."""
+        with self._room:
+            self._taken.popleft()
+            self._room.notify()
+
+    def _find(self, count: int) -> int | None:
+        if not self._taken:
+            return 0
+        oldest, end = self._taken[0][0], self._taken[-1][1]
+        if end <= oldest:  # what is taken runs over the end and goes on at the start
+            return end if end + count <= oldest else None
+        if end + count <= self._capacity:
+            return end
+        return 0 if count <= oldest else None
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:

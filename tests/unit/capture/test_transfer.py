@@ -1,0 +1,68 @@
+"""Host memory for rows: given out and back in order, never twice at once, and full means wait."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_overlay.capture import transfer
+from vllm_overlay.capture.transfer import CpuTransfer, Ring
+
+
+@given(st.lists(st.one_of(st.integers(1, 7), st.none()), max_size=60))
+def test_places_in_use_never_overlap(moves: list[int | None]) -> None:
+    """A number takes so many places, None gives the oldest back."""
+    ring, in_use = Ring(10), deque[tuple[int, int]]()
+    for count in moves:
+        if count is None:
+            if in_use:
+                in_use.popleft()
+                ring.give_back()
+            continue
+        if ring._find(count) is None:
+            continue
+        start = ring.take(count)
+        assert start >= 0
+        assert start + count <= 10
+        assert all(start + count <= first or last <= start for first, last in in_use)
+        in_use.append((start, start + count))
+
+
+def test_an_empty_ring_takes_what_it_holds() -> None:
+    ring = Ring(8)
+    assert ring.take(8) == 0
+    ring.give_back()
+    assert ring.take(8) == 0
+
+
+def test_a_full_ring_makes_the_step_wait_and_counts_it() -> None:
+    ring = Ring(8)
+    ring.take(6)
+    timer = threading.Timer(0.05, ring.give_back)
+    timer.start()
+    assert ring.take(4) == 0
+    assert ring.num_waits == 1
+    timer.join()
+
+
+def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "HOST_BYTES", 0)
+    buffer = torch.arange(24.0).reshape(3, 2, 4)
+    sender = CpuTransfer(buffer)
+    tokens = torch.tensor([7, 8, 9], dtype=torch.int32)
+    first = sender.send(3, None, tokens)()
+    second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens)()
+    buffer.zero_()
+    assert first.rows.equal(torch.arange(24.0).reshape(3, 2, 4))
+    assert second.tokens.tolist() == [9, 7]
+    assert second.peaks[0].tolist() == [19.0, 23.0]
+    timer = threading.Timer(0.05, first.release)
+    timer.start()
+    sender.send(3, None, tokens)
+    assert sender.num_waits == 1
+    timer.join()
