@@ -46,7 +46,8 @@ def test_every_process_of_an_engine_is_patched(tmp_path: Path) -> None:
     for process in report["processes"]:
         for entry in process["entries"].values():
             if entry["process"] in process["roles"]:
-                assert entry["state"] == "applied", (process["roles"], entry)
+                unneeded = entry["state"] == "not needed here" and "is outside" in entry["reason"]
+                assert entry["state"] == "applied" or unneeded, (process["roles"], entry)
 
 
 def test_without_the_variable_vllm_is_stock() -> None:
