@@ -14,7 +14,6 @@ from vllm_overlay.compat.since_0_16_0 import (
     VLLM_CONFIG,
     WORKER,
     block_copies,
-    external_request_id,
     full_attention_group,
     runner_style,
 )
@@ -37,8 +36,15 @@ __all__ = [
     "step_token_ids",
 ]
 
-SPECULATIVE_DECODING_ON_CPU = True
+SPECULATIVE_DECODING_ON_CPU = False
 CAPTURED_RUNNERS = ("V1", "V2")
+
+
+def external_request_id(internal_id: str) -> str:
+    """As in 0.16.0, unless the user asked vLLM to leave ids as they are."""
+    from vllm import envs
+
+    return internal_id if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else since_0_16_0.external_request_id(internal_id)
 
 
 def step_order(worker: Any) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from vllm_overlay.compat.since_0_24_0 import (
     ENVS,
     PARALLEL_CONFIG,
     SCHEDULER,
-    SPECULATIVE_DECODING_ON_CPU,
     VLLM_CONFIG,
     WORKER,
     external_request_id,
@@ -39,6 +38,8 @@ __all__ = [
     "step_order",
     "step_token_ids",
 ]
+
+SPECULATIVE_DECODING_ON_CPU = True
 
 
 def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:

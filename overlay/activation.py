@@ -38,9 +38,33 @@ class Activation:
     started: bool = False
     settings: Settings | None = None
     applied: dict[str, AppliedPatch] = field(default_factory=dict)
+    undone: bool = False
 
 
 _STATE = Activation()
+
+
+class _Refusals:
+    """A finder before all others that refuses what was refused before, with the same words.
+
+    wrapt runs a module's hooks once: without this, a program that catches the first ImportError and imports again
+    would get a stock vLLM, silently.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def add(self, module: str, reason: str) -> None:
+        self._reasons[module] = reason
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in self._reasons:
+            raise ActivationError(self._reasons[name])
+
+
+_REFUSALS = _Refusals()
 
 
 def activate() -> None:
@@ -80,6 +104,8 @@ def require_patched(process: str) -> None:
 
 def undo_all() -> list[str]:
     """Take every patch back, newest first. Returns the targets left because somebody wrapped them since."""
+    # Hooks of modules not imported yet stay registered, here and in a forked child; they must not patch any more.
+    _STATE.undone = True
     left = []
     for name in reversed(list(_STATE.applied)):
         left += _STATE.applied[name].undo()
@@ -91,9 +117,18 @@ def undo_all() -> list[str]:
 
 
 def _start(vllm: ModuleType) -> None:
-    """The hook on `vllm` itself: settle settings and release, then hook the modules that patches need."""
+    """The hook on `vllm` itself: refuse, now and at every later import, or hook the modules that patches need."""
     if _STATE.started:
         return
+    try:
+        _hook_modules(vllm)
+    except ImportError as error:
+        _REFUSALS.add(vllm.__name__, str(error))
+        raise
+
+
+def _hook_modules(vllm: ModuleType) -> None:
+    """Settle settings and release, then hook the modules that patches need."""
     from vllm_overlay.compat import releases
     from vllm_overlay.patches import PATCHES
 
@@ -140,19 +175,20 @@ def _enter(patch: Patch, targets: tuple[Target, ...], not_needed: str | None) ->
 
     def on_import(module: ModuleType) -> None:
         waiting.discard(module.__name__)
-        if not waiting and patch.name not in _STATE.applied:
-            _apply(patch, targets)
+        if not waiting and patch.name not in _STATE.applied and not _STATE.undone:
+            _apply(patch, targets, module.__name__)
 
     for module in modules:
         wrapt.register_post_import_hook(on_import, module)
 
 
-def _apply(patch: Patch, targets: tuple[Target, ...]) -> None:
+def _apply(patch: Patch, targets: tuple[Target, ...], module: str) -> None:
     entry = _STATE.ledger.entries[patch.name]
     try:
         _STATE.applied[patch.name] = apply_patch(patch, targets)
     except PatchError as error:
         entry.state, entry.reason = "refused", str(error)
+        _REFUSALS.add(module, str(error))
         _write_ledger()
         raise
     entry.state, entry.reason = "applied", ""

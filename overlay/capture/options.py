@@ -35,7 +35,7 @@ def read_options(sampling_params: Any) -> RequestOptions:
         return RequestOptions()
     try:
         return _parse(json.loads(given) if isinstance(given, str) else given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         logger.error("request option overlay=%r is ignored: %s", given, error)
         return RequestOptions()
 
@@ -51,5 +51,7 @@ def _parse(given: Any) -> RequestOptions:
         raise TypeError(f"capture must be true or false, found {capture!r}")
     if tag is not None and not isinstance(tag, str):
         raise TypeError(f"tag must be text, found {tag!r}")
+    if tag is not None:
+        tag.encode()  # a lone surrogate is a UnicodeEncodeError here, and not in the writer
     pairs = None if spans is None else tuple((int(start), int(end)) for start, end in spans)
     return RequestOptions(capture, tag, pairs)

@@ -127,18 +127,18 @@ class Recorder:
                 message = self._commit
             if message is None:
                 return
-            if self._error is not None:
-                continue
             try:
                 message()
                 if time.monotonic() - self._committed_at > COMMIT_INTERVAL_S:
                     self._commit()
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the thread that captures
-                self._error = error
+                self._error = self._error or error
 
     def _write(self, plan: Plan, wait_for_rows: Callable[[], HostRows]) -> None:
         host = wait_for_rows()
         try:
+            if self._error is not None:
+                return  # the room is given back all the same: a step may be waiting for it, and raises next
             self._check(plan, host)
             first = self._writer.append(host.rows)
             if first != plan.first_row:
@@ -171,6 +171,8 @@ class Recorder:
                 request.generated.append((span.start, seen))
 
     def _finish(self, key: str, rows: Rows, reason: str) -> None:
+        if self._error is not None:
+            return
         request = self._open.pop(key, None)
         if request is None or not len(rows):
             return  # posted twice around a signal, or aborted before its first row
@@ -195,7 +197,7 @@ class Recorder:
         done.set()
 
     def _commit(self) -> None:
-        if self._ready:
+        if self._ready and self._error is None:
             self._writer.commit(self._ready)
             self._ready = []
         self._committed_at = time.monotonic()

@@ -117,8 +117,18 @@ class CaptureSession:
                 self._finish(key, num_tokens, reason)
         finally:
             self._recorder.close()
+            self._warn_of_incomplete()
             if self._taps is not None:
                 self._taps.remove()
+
+    def _warn_of_incomplete(self) -> None:
+        statistics = self._recorder.statistics
+        if statistics.num_incomplete:
+            logger.warning(
+                "%d of %d records are incomplete: rows of their cached prefixes were not captured",
+                statistics.num_incomplete,
+                statistics.num_records,
+            )
 
     def _open_recorder(self, config: Any, runner: str) -> Recorder:
         assert self._settings.capture is not None
@@ -229,6 +239,11 @@ def _refuse_parallelism(config: Any) -> None:
         size = getattr(parallel, name)
         if size > 1:
             raise CaptureError(f"{name}={size}: capture runs on one rank so far; use 1, or unset VLLM_OVERLAY_CAPTURE")
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        raise CaptureError(
+            "speculative decoding with async scheduling: the scheduler's positions run ahead of what is accepted, and "
+            "rows would be crossed; set --no-async-scheduling, or unset VLLM_OVERLAY_CAPTURE"
+        )
     if config.kv_transfer_config is not None:
         raise CaptureError(
             "a KV connector fills blocks whose rows never passed by; unset kv_transfer_config to capture"

@@ -64,8 +64,11 @@ class Taps:
     handles: tuple[Any, ...]
 
     def poison(self) -> None:
-        """Make the first row not finite, so that a tap that does not fire in the next step is seen for what it is."""
-        self.buffer[0].fill_(float("nan"))
+        """Make every row not finite, so that a tap that does not fire in the next step is seen for what it is.
+
+        One element of a row is enough, and cheap.
+        """
+        self.buffer[..., 0].fill_(float("nan"))
 
     def remove(self) -> None:
         """Take the taps out of the model."""

@@ -67,7 +67,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(f"{title:16}{counts['num_drafts']:>8}{rates}{counts['acceptance_length']:>20.3f}")
     if report["vllm"] is not None:
         lines.append(
-            f"texts equal to plain: {report['texts_equal']} of {report['num_prompts']}; tokens/s plain "
+            f"texts equal to plain: {report['texts_equal']} of {report['num_prompts']}; tokens/s plain (capturing) "
             f"{report['plain_tokens_per_second']:.1f}, with the draft {report['speculative_tokens_per_second']:.1f}"
         )
     if report["problem"]:

@@ -17,6 +17,7 @@ from vllm_overlay import activation
 from vllm_overlay.capture.taps import resolve_layer_ids
 from vllm_overlay.dataset import Dataset, DatasetItem
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.model_shape import ModelShape, read_model_shape
 from vllm_overlay.store import Store
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 # end of a long group, and a CPU shows that it is alive.
 FIRST_GROUP_TOKENS = 4_096
 GROUP_SECONDS = 10.0
+
+# The user's own choice for serving: a command that captures a dataset captures all of it.
+NOT_FOR_COMMANDS = ("VLLM_OVERLAY_SAMPLE", "VLLM_OVERLAY_TOKENS")
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,14 @@ def capture_dataset(
     do not exist; afterwards when an item is longer than the engine takes or a record is missing at the end.
     """
     items = list(Dataset.open(dataset))
-    done = _keys_in(store)
+    shape = read_model_shape(model, engine_options)
+    layer_ids = resolve_layer_ids(layers, shape.num_hidden_layers)
+    _check_store(store, model, layer_ids)
+    done = find_done(store, items)
     wanted = [item for item in items if item.key not in done]
     if not wanted:
         return CaptureSummary(0, len(items), 0, 0, 0.0)
-    shape = read_model_shape(model, engine_options)
-    _check_disk(store, wanted, shape, len(resolve_layer_ids(layers, shape.num_hidden_layers)))
+    _check_disk(store, wanted, shape, len(layer_ids))
     _switch_on(store, layers)
     return _run(wanted, len(items) - len(wanted), model, store, engine_options)
 
@@ -75,11 +81,34 @@ def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
     return [[int(start), int(end)] for start, end in edges.reshape(-1, 2)]
 
 
-def _keys_in(store: Path) -> set[str]:
+def find_done(store: Path, items: Sequence[DatasetItem]) -> set[str]:
+    """Keys of the items that have a complete record with the very tokens of the item.
+
+    Not every record of that key: an engine that was interrupted leaves an aborted request's first rows, and a dataset
+    prepared again may use the same keys for other text.
+    """
     if not store.exists():
         return set()
+    tokens = {item.key: item.token_ids for item in items}
     with Store.open(store) as opened:
-        return opened.tags()
+        return {
+            record.tag
+            for record in opened
+            if record.tag in tokens and record.complete and np.array_equal(record.token_ids.numpy(), tokens[record.tag])
+        }
+
+
+def _check_store(store: Path, model: str, layer_ids: tuple[int, ...]) -> None:
+    """Errors: OverlayError when the store holds other layers or another model's states."""
+    if not store.exists():
+        return
+    with Store.open(store) as opened:
+        if opened.layer_ids != layer_ids:
+            raise OverlayError(
+                f"{store} holds the layers {opened.layer_ids}, asked for are {layer_ids}: name another store"
+            )
+        if opened.meta.model_fingerprint != fingerprint_model(model, {}):
+            raise OverlayError(f"{store} holds states of other weights ({opened.meta.model}): name another store")
 
 
 def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
@@ -100,6 +129,8 @@ def _switch_on(store: Path, layers: str) -> None:
     os.environ["VLLM_OVERLAY"] = "1"
     os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
     os.environ["VLLM_OVERLAY_LAYERS"] = layers
+    for name in NOT_FOR_COMMANDS:
+        os.environ.pop(name, None)
     activation.activate()
 
 
@@ -173,7 +204,7 @@ def take_group(items: list[DatasetItem], limit: int) -> tuple[list[DatasetItem],
 
 
 def _check_complete(store: Path, items: Sequence[DatasetItem]) -> None:
-    missing = sorted({item.key for item in items} - _keys_in(store))
+    missing = sorted({item.key for item in items} - find_done(store, items))
     if missing:
         raise OverlayError(
             f"{len(missing)} of {len(items)} items have no complete record in {store}, the first {missing[0]!r}: "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_overlay import activation
 from vllm_overlay.compat.releases import seam_for
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.offline.capture import NOT_FOR_COMMANDS
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -58,7 +59,7 @@ def evaluate(settings: EvaluationSettings, prompts: Sequence[Sequence[int]]) -> 
     layer_ids = read_layer_ids(settings.draft)
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-evaluate-") as folder:
         plain = _generate_and_capture(settings, prompts, layer_ids, Path(folder, "store"))
-        chain = _measure_chain(settings, Path(folder, "store"))
+        chain = _measure_chain(settings, Path(folder, "store"), len(prompts))
     report: dict[str, Any] = {
         "draft": str(settings.draft),
         "model": settings.model,
@@ -72,7 +73,9 @@ def evaluate(settings: EvaluationSettings, prompts: Sequence[Sequence[int]]) -> 
     }
     if can_speculate():
         served, texts = _serve(settings, prompts)
-        same = [mine[: len(yours)] == yours for mine, yours in zip(plain.token_ids, texts.token_ids, strict=True)]
+        same = [
+            mine[: settings.max_tokens] == yours for mine, yours in zip(plain.token_ids, texts.token_ids, strict=True)
+        ]
         report["vllm"] = describe(served)
         report["problem"] = served.problem or chain.problem
         report["texts_equal"] = sum(same)
@@ -114,6 +117,8 @@ def _generate_and_capture(
     os.environ["VLLM_OVERLAY"] = "1"
     os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
     os.environ["VLLM_OVERLAY_LAYERS"] = ",".join(map(str, layer_ids))
+    for name in NOT_FOR_COMMANDS:
+        os.environ.pop(name, None)
     activation.activate()
     from vllm_overlay.offline.engine import build_engine, shut_down
 
@@ -129,13 +134,16 @@ def _generate_and_capture(
     return texts
 
 
-def _measure_chain(settings: EvaluationSettings, store: Path) -> Acceptance:
+def _measure_chain(settings: EvaluationSettings, store: Path, num_prompts: int) -> Acceptance:
     from vllm_overlay.eagle3.acceptance import load_draft, measure_acceptance, pool
     from vllm_overlay.eagle3.target import load_target
     from vllm_overlay.store import Store
 
     loaded = load_draft(settings.draft, load_target(settings.model).embed_tokens)
     with Store.open(store) as opened:
+        complete = sum(record.complete for record in opened)
+        if complete != num_prompts:
+            raise OverlayError(f"expected {num_prompts} complete records of the plain texts, found {complete}")
         return pool(
             measure_acceptance(
                 loaded, record.hidden_states, record.token_ids, record.num_prompt_tokens, settings.num_draft_tokens

@@ -133,7 +133,7 @@ def test_the_chain_counts_every_check(report: dict[str, Any]) -> None:
 def test_vllms_counters_agree_with_the_chain(report: dict[str, Any]) -> None:
     """Where this vLLM speculates on a CPU: the same checks, the same tokens accepted, the target's own text."""
     if report["vllm"] is None:
-        assert report["vllm_version"].startswith("0.16.0")
+        assert report["vllm_version"].startswith(("0.16.0", "0.24.0"))
         return
     assert report["texts_equal"] == 12
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position"):

@@ -39,6 +39,14 @@ def test_an_unknown_release_is_refused_at_import(stub: Path) -> None:
     assert left.stdout.strip() == "False"
 
 
+def test_a_refusal_holds_at_the_second_import_too(stub: Path) -> None:
+    """wrapt runs a module's hooks once: a program that catches the first refusal must not get a stock vLLM."""
+    code = "try:\n import vllm\nexcept ImportError:\n pass\nimport vllm"
+    done = run_python(code, ON, stub)
+    assert done.returncode == 1
+    assert "vLLM 9.9.9 is not a supported release" in done.stderr.strip().splitlines()[-1]
+
+
 def test_under_warn_a_newer_release_is_tried_loudly(stub: Path) -> None:
     done = run_python("import vllm; print(vllm.__version__)", ON | {"VLLM_OVERLAY_POLICY": "warn"}, stub)
     assert done.stdout.strip() == "9.9.9"

@@ -11,8 +11,9 @@ import pytest
 
 from vllm_overlay.dataset import DatasetItem, write_dataset
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.offline import capture
-from vllm_overlay.offline.capture import capture_dataset, estimate_bytes, find_spans, take_group
+from vllm_overlay.offline.capture import capture_dataset, estimate_bytes, find_done, find_spans, take_group
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
 
@@ -44,19 +45,45 @@ def test_too_small_a_disk_is_refused_before_the_model_loads(tmp_path: Path, monk
     assert not (tmp_path / "store").exists()
 
 
-def test_nothing_left_to_do_starts_no_engine(tmp_path: Path) -> None:
-    """CASES 20: everything is there already: no model is even looked at."""
-    meta = StoreMeta((1,), 4, "float32", 2, "toy", "f" * 64, "0.16.0", "V1")
+def make_store(tmp_path: Path, model: Path, tokens: int = 2) -> Path:
+    """A store with one record of the key i0."""
+    meta = StoreMeta((1,), 4, "float32", 2, "toy", fingerprint_model(str(model), {}), "0.16.0", "V1")
     import torch
 
     with StoreWriter.open(tmp_path / "store", meta) as writer:
-        writer.append(torch.ones(2, 1, 4))
-        writer.commit([PendingRecord("r", np.arange(2), np.arange(2), 2, True, "length", "i0", None)])
+        writer.append(torch.ones(tokens, 1, 4))
+        count = np.arange(tokens)
+        writer.commit([PendingRecord("r", count, count, tokens, True, "length", "i0", None)])
+    return tmp_path / "store"
+
+
+def test_nothing_left_to_do_starts_no_engine(tmp_path: Path) -> None:
+    """CASES 20: everything is there already; the options would be refused by any engine."""
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    store = make_store(tmp_path, model)
     write_dataset(tmp_path / "data", [make_item("i0", 2)], {})
     summary = capture_dataset(
-        tmp_path / "data", model="/no/such/model", store=tmp_path / "store", layers="1", engine_options=[]
+        tmp_path / "data", model=str(model), store=store, layers="1", engine_options=["--no-such-option"]
     )
     assert (summary.captured, summary.already_there, summary.num_tokens) == (0, 1, 0)
+
+
+def test_a_record_of_other_tokens_is_not_the_item(tmp_path: Path) -> None:
+    """An interrupted engine leaves the first rows of an aborted request under the item's key."""
+    store = make_store(tmp_path, write_model(tmp_path / "model", hidden=4, layers=2), tokens=2)
+    assert find_done(store, [make_item("i0", 2), make_item("other", 2)]) == {"i0"}
+    assert find_done(store, [make_item("i0", 3)]) == set()
+
+
+def test_a_store_of_other_layers_or_weights_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    store = make_store(tmp_path, model)
+    write_dataset(tmp_path / "data", [make_item("i0", 2)], {})
+    with pytest.raises(OverlayError, match=r"holds the layers \(1,\), asked for are \(2,\)"):
+        capture_dataset(tmp_path / "data", model=str(model), store=store, layers="2", engine_options=[])
+    other = write_model(tmp_path / "other", hidden=8, layers=2)
+    with pytest.raises(OverlayError, match=r"holds states of other weights \(toy\)"):
+        capture_dataset(tmp_path / "data", model=str(other), store=store, layers="1", engine_options=[])
 
 
 def test_layers_that_do_not_exist_are_refused_before_the_model_loads(tmp_path: Path) -> None:

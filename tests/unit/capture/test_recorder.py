@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,26 @@ def test_a_write_error_reaches_the_next_call(recorder: Recorder, monkeypatch: py
     send(recorder, torch.randn(1, 2, 4), [1])
     with pytest.raises(CaptureError, match=r"capture stopped: .*0001-00000\.safetensors.*No space left on device"):
         recorder.flush()
+
+
+def test_a_step_that_waits_for_room_goes_on_when_writing_fails(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES 19: the writer gives the room of what it can no longer write back, and the step's next call raises."""
+    monkeypatch.setattr("vllm_overlay.capture.transfer.HOST_BYTES", 0)
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    buffer, tokens = torch.randn(1, 2, 4), torch.tensor([1], dtype=torch.int32)
+    transfer = CpuTransfer(buffer)  # room for two steps
+    begin(recorder, [1] * 9)
+    with pytest.raises(CaptureError, match="No space left on device"):
+        for position in range(9):
+            plan = Plan(None, 1, position, [Span("key", position, 1, 0)])
+            recorder.write(plan, transfer.send(1, None, tokens))
+            time.sleep(0.02)
 
 
 def test_a_hole_is_saved_as_incomplete_and_counted(recorder: Recorder, tmp_path: Path) -> None:

@@ -52,7 +52,20 @@ def test_options_of_a_request() -> None:
     assert options({"loss_spans": [[1, 3], [5, 6]]}).loss_spans == ((1, 3), (5, 6))
 
 
-@pytest.mark.parametrize("wrong", ["{", 3, {"captrue": False}, {"capture": "no"}, {"tag": 1}, {"loss_spans": 7}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "{",
+        3,
+        {"captrue": False},
+        {"capture": "no"},
+        {"tag": 1},
+        {"loss_spans": 7},
+        {"loss_spans": [[0, float("inf")]]},
+        "[" * 100_000,
+        {"tag": "\ud800"},
+    ],
+)
 def test_a_wrong_option_is_logged_and_the_engine_goes_on(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert options(wrong) == RequestOptions()
     assert "is ignored" in caplog.text
