@@ -2,7 +2,7 @@
 
 Why: the ids of the last finished requests travel with the next step, and at the end there is none: a script that
 returns right after `generate` would lose its last records. What it does not change: the order and effect of vLLM's
-own shutdown; a failure to write is logged whole and vLLM's shutdown goes on.
+own shutdown; a failure to write reaches the caller when that has been done.
 """
 
 from __future__ import annotations
