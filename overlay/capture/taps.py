@@ -29,7 +29,7 @@ TAP_FORMAT = 1
 _BUFFERS: dict[str, torch.Tensor] = {}
 _CURRENT = "current"
 
-_LIBRARY: Any = torch.library.Library("vllm_overlay", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("vllm_overlay", "DEF")
 _LIBRARY.define("tap(Tensor hidden, Tensor? residual, int column) -> Tensor")
 
 

@@ -94,7 +94,7 @@ class CudaTransfer:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(buffer.device)
         self._staging = [_Staging.beside(buffer) for _ in range(2)]
         self._turn = 0
         capacity = max(4 * len(buffer), HOST_BYTES // buffer[0].nbytes)
@@ -121,8 +121,8 @@ class CudaTransfer:
             self._tokens[place].copy_(staging.tokens[:count], non_blocking=True)
             self._peaks[place].copy_(staging.peaks[:count], non_blocking=True)
             staging.copied.record(self._stream)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
 
         def wait() -> HostRows:
             arrived.synchronize()
@@ -145,7 +145,7 @@ class _Staging:
     def beside(buffer: torch.Tensor) -> _Staging:
         tokens = torch.empty(len(buffer), dtype=torch.int32, device=buffer.device)
         peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, device=buffer.device)
-        return _Staging(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return _Staging(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())
 
     def fill(self, buffer: torch.Tensor, tokens: torch.Tensor, count: int, indices: NDArray[np.int64] | None) -> None:
         if indices is None:
