@@ -95,6 +95,14 @@ def note_role(role: str) -> None:
         _write_ledger()
 
 
+def count_old_call(patch_name: str) -> None:
+    """A shim translated a call of an old form."""
+    entry = _STATE.ledger.entries.get(patch_name)
+    if entry is not None:
+        entry.old_calls = (entry.old_calls or 0) + 1
+        _write_ledger()
+
+
 def require_patched(process: str) -> None:
     """Errors: ActivationError if a patch meant for this kind of process is not applied in this one."""
     gaps = _STATE.ledger.find_gaps(process)
@@ -164,13 +172,16 @@ def _reason_not_needed(patch: Patch, settings: Settings, release: str) -> str | 
 
 def _enter(patch: Patch, targets: tuple[Target, ...], not_needed: str | None) -> None:
     names = [str(target) for target in targets]
+    old_calls = 0 if patch.old_form else None
     if not_needed:
-        _STATE.ledger.entries[patch.name] = Entry(patch.name, patch.process, "not needed here", names, not_needed)
+        _STATE.ledger.entries[patch.name] = Entry(
+            patch.name, patch.process, "not needed here", names, not_needed, old_calls
+        )
         return
     modules = sorted({target.module for target in targets})
     waiting = set(modules)
     _STATE.ledger.entries[patch.name] = Entry(
-        patch.name, patch.process, "waiting for import", names, f"{', '.join(modules)} not imported"
+        patch.name, patch.process, "waiting for import", names, f"{', '.join(modules)} not imported", old_calls
     )
 
     def on_import(module: ModuleType) -> None:
@@ -221,7 +232,7 @@ def load_all_targets() -> None:
     """Import every module that a patch waits for, so that each patch is applied or refused now. For `status`."""
     importlib.import_module("vllm")
     for entry in list(_STATE.ledger.entries.values()):
-        if entry.state != "waiting for import":
+        if entry.state != "waiting for import" or entry.process == "any":
             continue
         for target in entry.targets:
             importlib.import_module(target.split(":")[0])

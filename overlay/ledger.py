@@ -21,6 +21,8 @@ class Entry:
     state: State
     targets: list[str]
     reason: str
+    # In shims: how many calls of an old form were translated. None in other patches.
+    old_calls: int | None = None
 
 
 @dataclass

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from vllm_overlay.compat.releases import Seam
 
-Process = Literal["front end", "engine", "worker"]
+# "any": whichever process imports the targets, if one does; for modules of other packages than vLLM.
+Process = Literal["front end", "engine", "worker", "any"]
 
 _ABSENT: Any = object()
 
@@ -26,8 +27,24 @@ class PatchError(ImportError):
 
 
 @dataclass(frozen=True)
+class Restoration:
+    """A name that this release no longer has, put back for old callers: `{SEAM_NAME}:Qual.name` and what stands there.
+
+    It must be absent: a name that upstream has again is a misfit, not something to write over.
+    """
+
+    place: str
+    build: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Patch:
-    """One behaviour changed in vLLM. `targets` are `{SEAM_NAME}:Qual.name`, the place a name of `compat.Seam`."""
+    """One behaviour changed in vLLM.
+
+    `targets` are `{SEAM_NAME}:Qual.name`, the place a name of `compat.Seam`, or `module:Qual.name` of another package.
+    `old_form` is set in shims: the call of an older release that is answered here. Shims count the calls they
+    translate with `activation.count_old_call`; vLLM's own calls go straight through and are not counted.
+    """
 
     name: str
     targets: tuple[str, ...]
@@ -39,32 +56,44 @@ class Patch:
     build: Callable[[Any], Any]
     verify: Callable[[], None]
     only_with_capture: bool = False
+    restores: tuple[Restoration, ...] = ()
+    old_form: str = ""
 
     def resolve_targets(self, seam: Seam) -> tuple[Target, ...]:
-        """The targets in the release that `seam` serves."""
-        return tuple(_resolve(target, seam, self.relies_on.get(target, ())) for target in self.targets)
+        """The targets, and then the places of what is restored, in the release that `seam` serves."""
+        replaced = [Target(*_resolve(target, seam), self.relies_on.get(target, ())) for target in self.targets]
+        restored = [Target(*_resolve(one.place, seam), (), one.build) for one in self.restores]
+        return (*replaced, *restored)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One binding to replace: `path` inside `module`, and the parameters the wrapper uses."""
+    """One binding to replace: `path` inside `module`, and the parameters the wrapper uses.
+
+    With `restore` it is a binding to make, where none may be.
+    """
 
     module: str
     path: str
     parameters: tuple[str, ...]
+    restore: Callable[[], Any] | None = None
 
     def __str__(self) -> str:
         return f"{self.module}:{self.path}"
 
 
-def _resolve(target: str, seam: Seam, parameters: tuple[str, ...]) -> Target:
+def _resolve(target: str, seam: Seam) -> tuple[str, str]:
+    """(module, path) of a target."""
     place, path = target.split(":")
-    return Target(getattr(seam, place.strip("{}")), path, parameters)
+    return (getattr(seam, place.strip("{}")) if place.startswith("{") else place), path
 
 
 @dataclass
 class Replacement:
-    """A binding that was replaced: its owner, the raw original (as it stood in the owner's dict), and ours."""
+    """A binding that was replaced: its owner, the raw original (as it stood in the owner's dict), and ours.
+
+    The original of a restored name is that there was none.
+    """
 
     target: Target
     owner: Any
@@ -75,6 +104,13 @@ class Replacement:
     def is_in_place(self) -> bool:
         """Whether what stands there now is still what we put there."""
         return _look_up_raw(self.owner, self.attribute) is self.ours
+
+    def take_back(self) -> None:
+        """The owner as it was before."""
+        if self.original is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.original)
 
 
 @dataclass
@@ -91,7 +127,7 @@ class AppliedPatch:
             if not replacement.is_in_place():
                 left.append(str(replacement.target))
                 continue
-            setattr(replacement.owner, replacement.attribute, replacement.original)
+            replacement.take_back()
         self.replacements = [r for r in self.replacements if str(r.target) in left]
         return left
 
@@ -119,7 +155,7 @@ def apply_patch(patch: Patch, targets: tuple[Target, ...]) -> AppliedPatch:
         for target in targets:
             owner, attribute = _locate(target)
             original = _look_up_raw(owner, attribute)
-            ours = patch.build(original)
+            ours = target.restore() if target.restore else patch.build(original)
             setattr(owner, attribute, ours)
             applied.replacements.append(Replacement(target, owner, attribute, original, ours))
         patch.verify()
@@ -137,6 +173,8 @@ def _find_misfit(target: Target) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"expected {target}, found {error}"
     original = _look_up_raw(owner, attribute)
+    if target.restore:
+        return None if original is _ABSENT else f"expected no {target} in this release, found {original!r}"
     if original is _ABSENT:
         return f"expected {target}, found no {attribute!r} defined in {_describe(owner)}"
     if not target.parameters:

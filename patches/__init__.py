@@ -1,7 +1,7 @@
 """One flat file per behaviour that we change in vLLM, and nothing else.
 
 Every file reads the same: what, why and what it does not change; `build(original)`; `verify()`; `PATCH`. Not allowed
-here: swallowed ImportErrors, `hasattr` fall-backs, attributes that upstream does not have, version tests, copied
+here: swallowed ImportErrors, `hasattr` fall-backs, making attributes (but for names declared in `restores`), version tests, copied
 upstream bodies, and imports of vLLM at module level.
 """
 

@@ -48,6 +48,7 @@ def test_every_patch_file_is_registered_under_its_own_name() -> None:
 
 def test_no_target_is_in_two_patches() -> None:
     targets = [target for patch in PATCHES for target in patch.targets]
+    targets += [one.place for patch in PATCHES for one in patch.restores]
     assert len(set(targets)) == len(targets)
     assert all(set(patch.relies_on) <= set(patch.targets) for patch in PATCHES)
 

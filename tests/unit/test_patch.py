@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,26 @@ def test_targets_are_resolved_through_the_seam() -> None:
     )  # fmt: skip
     resolved = patch.resolve_targets(SimpleNamespace(WORKER="vllm.somewhere"))  # type: ignore[arg-type]
     assert resolved == (Target("vllm.somewhere", "Worker.load_model", ("self",)),)
+
+
+def test_a_target_outside_vllm_names_its_module() -> None:
+    patch = replace(make_patch(), targets=("somewhere.else:Thing.method",))
+    assert patch.resolve_targets(SimpleNamespace()) == (Target("somewhere.else", "Thing.method", ()),)  # type: ignore[arg-type]
+
+
+def test_a_restored_name_stands_there_until_undo(module: ModuleType) -> None:
+    restored = Target(MODULE, "Thing.gone", (), lambda: "back")
+    applied = apply_patch(make_patch(), (target("Thing.method"), restored))
+    assert module.Thing.gone == "back"
+    assert applied.undo() == []
+    assert "gone" not in vars(module.Thing)
+
+
+def test_a_restored_name_that_upstream_has_is_a_misfit(module: ModuleType) -> None:
+    before = vars(module.Thing)["method"]
+    with pytest.raises(PatchError, match=r"expected no stand_in_for_vllm:function in this release, found <function"):
+        apply_patch(make_patch(), (target("Thing.method"), Target(MODULE, "function", (), lambda: "back")))
+    assert vars(module.Thing)["method"] is before
 
 
 @pytest.mark.parametrize("path", ["Thing.method", "Thing.static", "Thing.cls_method", "function", "table"])
