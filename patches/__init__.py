@@ -1,8 +1,8 @@
 """One flat file per behaviour that we change in vLLM, and nothing else.
 
 Every file reads the same: what, why and what it does not change; `build(original)`; `verify()`; `PATCH`. Not allowed
-here: swallowed ImportErrors, `hasattr` fall-backs, making attributes (but for names declared in `restores`), version tests, copied
-upstream bodies, and imports of vLLM at module level.
+here: swallowed ImportErrors, `hasattr` fall-backs, making attributes (but for names declared in `restores`), version
+tests, copied upstream bodies, and imports of vLLM at module level.
 """
 
 if __name__ != "vllm_overlay.patches":

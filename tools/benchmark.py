@@ -1,13 +1,14 @@
 """What capture costs: tokens/s of the same vLLM with capture on, over off, for prefill and for decode, in one run.
 
-usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 3] [--output FILE.json]
+usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 6] [--output FILE.json]
        [-- vLLM engine options]
 
-Each side is an engine in a process of its own, so that neither has anything of the other. Every round is a fresh set of
-prompts (the prefix cache finds nothing), the first round warms up and is not counted, and the median of the others is
-taken, and the best beside it: on a shared machine rounds of one engine differ by a tenth. Sides run in the order off,
-on, off, on: what drifts on the machine meets both. The stores are written below --store (default: a temporary folder)
-and removed.
+Two engines, each in a process of its own, one with capture on and one without, are alive at the same time and take
+turns: off, on, on, off, and so on. A shared machine changes its speed by a third within minutes, which comparing one
+engine's rounds with another's five minutes later would measure; rounds that lie side by side see the same machine. Both
+engines of a pair get the same prompts, every pair fresh ones (the prefix cache finds nothing). The first pair warms up
+and is not counted. A round with capture ends when its records are in the store. The figure is the median of the pairs'
+quotients. The stores are written below --store (default: a temporary folder) and removed.
 """
 
 from __future__ import annotations
@@ -21,28 +22,97 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+SIDES = ("off", "on")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """So many requests of so many random tokens, each answered with so many."""
+
+    requests: int
+    tokens_in: int
+    tokens_out: int
+
+    @property
+    def counted_tokens(self) -> int:
+        """Prompt tokens where one token is generated, generated tokens otherwise."""
+        return self.requests * (self.tokens_in if self.tokens_out == 1 else self.tokens_out)
+
+    @staticmethod
+    def parse(text: str) -> Workload:
+        """`64x256`: 64 prompts of 256 tokens; `32x64+128`: with 128 generated tokens each."""
+        requests, _, lengths = text.partition("x")
+        tokens_in, _, tokens_out = lengths.partition("+")
+        return Workload(int(requests), int(tokens_in), int(tokens_out or 1))
+
+
+class Side:
+    """An engine in a process of its own, which runs a round when it is told to."""
+
+    def __init__(self, name: str, store: str, args: argparse.Namespace, engine_options: list[str]) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_OVERLAY")}
+        if name == "on":
+            environment |= {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": store, "VLLM_OVERLAY_LAYERS": args.layers}
+        command = [sys.executable, __file__, "--serve-side", name, "--model", args.model, "--", *engine_options]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.facts: dict[str, Any] = self._read()
+
+    def run_round(self, workload: Workload, seed: int) -> float:
+        """Tokens/s of one call of generate."""
+        self._ask({"round": [workload.requests, workload.tokens_in, workload.tokens_out], "seed": seed})
+        return workload.counted_tokens / float(self._read()["seconds"])
+
+    def end(self) -> dict[str, Any]:
+        """Shut the engine down; what the capture session counted."""
+        self._ask({"end": True})
+        counts = self._read()
+        self._process.wait()
+        return counts
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+    def _ask(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"benchmark: an engine ended with exit status {self._process.wait()}; its log is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def main() -> int:
     words, engine_options = _split(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, help="what vLLM takes as a model")
     parser.add_argument("--prefill", default="64x256", metavar="REQUESTSxTOKENS", help="default: 64x256")
     parser.add_argument("--decode", default="32x64+128", metavar="REQUESTSxIN+OUT", help="default: 32x64+128")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, a side (default: 3)")
-    parser.add_argument("--sides", default="off,on,off,on", help="engines, in this order (default: off,on,off,on)")
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of rounds that are counted (default: 6)")
     parser.add_argument("--layers", default="eagle3", help="layers to capture (default: eagle3)")
-    parser.add_argument("--store", help="folder for the stores (default: a temporary one)")
+    parser.add_argument("--store", help="folder for the store (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON too")
-    parser.add_argument("--side", choices=("off", "on"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve-side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    if args.side:
-        print(json.dumps(_measure_side(args, engine_options)))
-        return 0
-    report = _compare(args, engine_options)
-    text = json.dumps(report, indent=2)
+    if args.serve_side:
+        return _serve(args, engine_options)
+    text = json.dumps(_compare(args, engine_options), indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n")
@@ -55,83 +125,81 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
-    results: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
-    with tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store) as folder:
-        for number, side in enumerate(args.sides.split(",")):
-            results[side].append(_run_side(side, f"{folder}/store-{number}", engine_options))
-            print(f"{side}: {json.dumps(results[side][-1])}", file=sys.stderr)
-    report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": results["on"][0]["versions"],
-        "capture": results["on"][0]["capture"],
-    }
-    for workload in ("prefill", "decode"):
-        rounds = {side: [r for run in results[side] for r in run[workload]] for side in ("off", "on")}
-        off, on = (statistics.median(rounds[side]) for side in ("off", "on"))
-        report[workload] = {
-            "tokens_per_second_off": round(off, 1),
-            "tokens_per_second_on": round(on, 1),
-            "on_over_off": round(on / off, 4),
-            "best_on_over_off": round(max(rounds["on"]) / max(rounds["off"]), 4),
-            "rounds_off": [round(r, 1) for r in rounds["off"]],
-            "rounds_on": [round(r, 1) for r in rounds["on"]],
-        }
+    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store))
+        # One after the other: on a GPU, vLLM measures free memory while it starts.
+        sides = {name: stack.enter_context(Side(name, f"{folder}/store", args, engine_options)) for name in SIDES}
+        report["versions"] = sides["on"].facts
+        for name in ("prefill", "decode"):
+            report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
+        sides["off"].end()
+        report["capture"] = sides["on"].end()
     return report
 
 
-def _run_side(side: str, store: str, engine_options: list[str]) -> dict[str, Any]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_OVERLAY")}
-    words = [word for word in sys.argv[1:] if word not in ("--side", side)]
-    at = words.index("--") if "--" in words else len(words)
-    layers = words[words.index("--layers") + 1] if "--layers" in words[:at] else "eagle3"
-    if side == "on":
-        environment |= {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": store, "VLLM_OVERLAY_LAYERS": layers}
-    command = [sys.executable, __file__, *words[:at], "--side", side, *words[at:]]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the engine with capture {side} failed with exit status {done.returncode}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rounds: int) -> dict[str, Any]:
+    pairs = []
+    for number in range(rounds + 1):
+        order = SIDES if number % 2 else SIDES[::-1]
+        speeds = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
+        print(f"{name}, pair {number}: {speeds}, {speeds['on'] / speeds['off']:.3f}", file=sys.stderr)
+        pairs.append(speeds)
+    counted = pairs[1:]
+    quotients = [pair["on"] / pair["off"] for pair in counted]
+    return {
+        "tokens_per_second_off": round(statistics.median(pair["off"] for pair in counted), 1),
+        "tokens_per_second_on": round(statistics.median(pair["on"] for pair in counted), 1),
+        "on_over_off": round(statistics.median(quotients), 4),
+        "on_over_off_of_each_pair": [round(quotient, 3) for quotient in quotients],
+        "rounds_off": [round(pair["off"], 1) for pair in counted],
+        "rounds_on": [round(pair["on"], 1) for pair in counted],
+    }
 
 
-def _measure_side(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
+def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
+    """The process of one side: builds its engine, then answers each line of stdin with a line on stdout."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # What vLLM prints belongs into the log: stdout carries the answers.
+    os.dup2(2, 1)
     import torch
     import vllm
 
     from vllm_overlay.offline.engine import build_engine, shut_down
 
     llm = build_engine(args.model, engine_options)
+    captures = args.serve_side == "on"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "device": device}), file=answers)
     try:
-        vocabulary = llm.llm_engine.model_config.get_vocab_size()
-        requests, length = map(int, args.prefill.split("x"))
-        prefill = [_time_round(llm, requests, length, 1, vocabulary, r) for r in range(args.rounds + 1)]
-        requests, lengths = args.decode.split("x")
-        into, out = map(int, lengths.split("+"))
-        decode = [_time_round(llm, int(requests), into, out, vocabulary, r + 100) for r in range(args.rounds + 1)]
-        capture = llm.collective_rpc("overlay_flush")[0] if args.side == "on" else None
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "end" in message:
+                break
+            seconds = _time_round(llm, Workload(*message["round"]), message["seed"], captures=captures)
+            print(json.dumps({"seconds": seconds}), file=answers)
+        counts = llm.collective_rpc("overlay_flush")[0] if captures else {}
     finally:
         shut_down(llm)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    return {
-        "prefill": prefill[1:],
-        "decode": decode[1:],
-        "capture": capture,
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "device": device},
-    }
+    print(json.dumps(counts), file=answers)
+    return 0
 
 
-def _time_round(llm: Any, requests: int, into: int, out: int, vocabulary: int, seed: int) -> float:
-    """Tokens/s of one call of generate: prompt tokens where one token is generated, generated tokens otherwise."""
+def _time_round(llm: Any, workload: Workload, seed: int, *, captures: bool) -> float:
     from vllm import SamplingParams
 
     generator = random.Random(seed)
-    prompts = [{"prompt_token_ids": generator.choices(range(5, vocabulary), k=into)} for _ in range(requests)]
-    params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True, detokenize=False)
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    prompts = [
+        {"prompt_token_ids": generator.choices(range(5, vocabulary), k=workload.tokens_in)}
+        for _ in range(workload.requests)
+    ]
+    params = SamplingParams(max_tokens=workload.tokens_out, temperature=0.0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    return requests * (into if out == 1 else out) / seconds
+    if captures:
+        llm.collective_rpc("overlay_flush")
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
