@@ -1,22 +1,22 @@
-"""The vLLM releases we have run on, and which seam serves each."""
+"""The vLLM releases that are supported, and which seam serves each."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-# A release enters this table when the live tests have passed on it.
-SUPPORTED: tuple[str, ...] = ("0.16.0", "0.24.0", "0.32.0")
-
-# (first release, module): a release is served by the last row that is not newer than it.
-SEAMS: tuple[tuple[str, str], ...] = (
-    ("0.16.0", "vllm_overlay.compat.since_0_16_0"),
-    ("0.24.0", "vllm_overlay.compat.since_0_24_0"),
-    ("0.32.0", "vllm_overlay.compat.since_0_32_0"),
+from vllm_overlay.compat import (
+    since_0_11_0,
+    since_0_11_1,
+    since_0_12_0,
+    since_0_14_0,
+    since_0_17_0,
+    since_0_24_0,
+    since_0_26_0,
+    since_0_32_0,
 )
 
 POLICY_VARIABLE = "VLLM_OVERLAY_POLICY"
@@ -30,12 +30,24 @@ class UnsupportedRelease(ImportError):
 class Seam(Protocol):
     """What every seam module exports. Module names are strings so that reading them imports nothing."""
 
-    ENVS: str
-    PARALLEL_CONFIG: str
-    VLLM_CONFIG: str
-    SCHEDULER: str
     ENGINE_CORE: str
     ENGINE_PROCESSES: str
+    ENVS: str
+    EXECUTOR: str
+    KV_CACHE_PLANNING: str
+    KV_CACHE_UTILS: str
+    MODEL_INTERFACES: str
+    MODEL_LOADER: str
+    MULTIPROC_EXECUTOR: str
+    PARALLEL_CONFIG: str
+    RAY_EXECUTOR: str
+    REQUEST: str
+    SCHEDULER: str
+    SCHEDULER_CONFIG: str
+    SCHEDULER_OUTPUT: str
+    STRUCTURED_OUTPUT_REQUEST: str
+    UNIPROC_EXECUTOR: str
+    VLLM_CONFIG: str
     WORKER: str
     SPECULATIVE_DECODING_ON_CPU: bool
     CAPTURED_RUNNERS: tuple[str, ...]
@@ -56,6 +68,10 @@ class Seam(Protocol):
         """The token of every row of the step that was just computed, int32 `[max tokens]`, on the model's device."""
         ...
 
+    def resumed_requests(self, cached_requests: Any) -> Collection[str]:
+        """The engine's ids of the requests that come back after a pre-emption."""
+        ...
+
     def full_attention_group(self, kv_cache_config: object) -> tuple[int, int] | None:
         """(index, block size) of the KV-cache group whose blocks hold whole prefixes; None if the model has none."""
         ...
@@ -63,6 +79,36 @@ class Seam(Protocol):
     def block_copies(self, scheduler_output: object) -> Sequence[tuple[int, int]]:
         """KV blocks (source, destination) that the worker copies before this step."""
         ...
+
+
+# Every release that is supported, and the seam module that serves it. One that moved nothing is a line here; one that
+# moved something is a line and a module that says what.
+RELEASES: dict[str, Seam] = {
+    "0.11.0": since_0_11_0,
+    "0.11.1": since_0_11_1,
+    "0.12.0": since_0_12_0,
+    "0.13.0": since_0_12_0,
+    "0.14.1": since_0_14_0,
+    "0.15.1": since_0_14_0,
+    "0.16.0": since_0_14_0,
+    "0.17.1": since_0_17_0,
+    "0.18.1": since_0_17_0,
+    "0.19.1": since_0_17_0,
+    "0.20.2": since_0_17_0,
+    "0.21.0": since_0_17_0,
+    "0.22.1": since_0_17_0,
+    "0.23.0": since_0_17_0,
+    "0.24.0": since_0_24_0,
+    "0.25.1": since_0_24_0,
+    "0.26.0": since_0_26_0,
+    "0.27.1": since_0_26_0,
+    "0.28.0": since_0_26_0,
+    "0.29.0": since_0_26_0,
+    "0.30.0": since_0_26_0,
+    "0.31.0": since_0_26_0,
+    "0.32.0": since_0_32_0,
+}
+SUPPORTED: tuple[str, ...] = tuple(RELEASES)
 
 
 def base_version(version: str) -> Version:
@@ -78,8 +124,9 @@ def base_version(version: str) -> Version:
 def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str:
     """The supported release that the installed vLLM is treated as.
 
-    `stands_for` (VLLM_OVERLAY_RELEASE) wins: a development build's version says nothing of the code in it. Under the
-    policy `warn` a vLLM newer than the newest supported release is tried as that release.
+    `stands_for` (VLLM_OVERLAY_RELEASE) wins: a development build's version says nothing of the code in it. A point
+    release that is not in the table is served as the one of its line that is. Under the policy `warn` a vLLM newer than
+    the newest supported release is tried as that release.
 
     Errors: UnsupportedRelease with the supported releases and the override's name.
     """
@@ -88,9 +135,10 @@ def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str
             raise UnsupportedRelease(f"vllm-overlay: {RELEASE_VARIABLE}={stands_for!r} is not supported. {_list()}")
         return stands_for
     installed = base_version(version)
-    for release in SUPPORTED:
-        if installed.release == Version(release).release and not installed.is_prerelease:
-            return release
+    line = [] if installed.is_prerelease else [r for r in SUPPORTED if Version(r).release[:2] == installed.release[:2]]
+    if line:
+        not_newer = [release for release in line if Version(release).release <= installed.release]
+        return not_newer[-1] if not_newer else line[0]
     newest = SUPPORTED[-1]
     if policy == "warn" and installed > Version(newest) and not installed.is_devrelease:
         return newest
@@ -104,8 +152,7 @@ def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str
 
 def seam_for(release: str) -> Seam:
     """The seam module that serves a supported release."""
-    name = [module for first, module in SEAMS if Version(first) <= Version(release)][-1]
-    return cast(Seam, importlib.import_module(name))
+    return RELEASES[release]
 
 
 def is_needed(specifier: str, release: str) -> bool:
@@ -113,9 +160,14 @@ def is_needed(specifier: str, release: str) -> bool:
     return SpecifierSet(specifier).contains(release, prereleases=True)
 
 
-def is_older(release: str, than: str) -> bool:
-    """Whether one release comes before another."""
-    return Version(release) < Version(than)
+def is_newer_line(version: str, release: str) -> bool:
+    """Whether an installed version is of a later release line than the release it is treated as."""
+    return base_version(version).release[:2] > Version(release).release[:2]
+
+
+def is_same_release(version: str, release: str) -> bool:
+    """Whether an installed version is this very release; local parts and post releases count as the same."""
+    return base_version(version).release == Version(release).release
 
 
 def _list() -> str:

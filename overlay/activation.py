@@ -9,6 +9,7 @@ goes on with exit status 0. It registers import hooks, and a refusal comes from 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field
@@ -19,10 +20,13 @@ import wrapt
 
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.ledger import Entry, Ledger
-from vllm_overlay.patch import AppliedPatch, Patch, PatchError, Target, apply_patch
+from vllm_overlay.patch import AppliedPatch, Patch, PatchError, Target, apply_patch, find_lack
 from vllm_overlay.settings import SWITCH, Settings, is_enabled, read_settings
 
 PLUGIN_NAME = "vllm_overlay"
+
+# Modules of other packages that a patch changes and that are used before their package imports vLLM.
+USED_BEFORE_VLLM = ("speculators.utils.pydantic_utils",)
 
 
 class ActivationError(ImportError):
@@ -73,6 +77,8 @@ def activate() -> None:
         return
     _STATE.registered = True
     wrapt.register_post_import_hook(_start, "vllm")
+    for name in USED_BEFORE_VLLM:
+        wrapt.register_post_import_hook(_import_vllm, name)
     os.register_at_fork(after_in_child=_write_ledger)
 
 
@@ -124,6 +130,15 @@ def undo_all() -> list[str]:
     return left
 
 
+def _import_vllm(module: ModuleType) -> None:
+    """The hook on a module that is used before vLLM: if a patch of ours changes it here, start now."""
+    from vllm_overlay.patches import PATCHES
+
+    patches = [patch for patch in PATCHES if any(target.startswith(f"{module.__name__}:") for target in patch.targets)]
+    if any(find_lack(patch.package) is None for patch in patches) and importlib.util.find_spec("vllm") is not None:
+        importlib.import_module("vllm")
+
+
 def _start(vllm: ModuleType) -> None:
     """The hook on `vllm` itself: refuse, now and at every later import, or hook the modules that patches need."""
     if _STATE.started:
@@ -151,8 +166,10 @@ def _hook_modules(vllm: ModuleType) -> None:
     _STATE.started = True
     ledger = _STATE.ledger
     ledger.vllm_version, ledger.release = version, release
-    if releases.is_older(release, version):
+    if settings.release is None and releases.is_newer_line(version, release):
         _give_notice(f"vLLM {version} is newer than the newest supported release and is treated as {release}")
+    elif not releases.is_same_release(version, release):
+        ledger.notices.append(f"vLLM {version} is treated as {release}")
     _check_plugin_filter()
     seam = releases.seam_for(release)
     for patch in PATCHES:
@@ -167,7 +184,7 @@ def _reason_not_needed(patch: Patch, settings: Settings, release: str) -> str | 
         return "capture is off (VLLM_OVERLAY_CAPTURE is not set)"
     if not releases.is_needed(patch.vllm, release):
         return f"vLLM {release} is outside {patch.vllm}"
-    return None
+    return find_lack(patch.package) if patch.package else None
 
 
 def _enter(patch: Patch, targets: tuple[Target, ...], not_needed: str | None) -> None:

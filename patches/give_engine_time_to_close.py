@@ -40,8 +40,8 @@ def verify() -> None:
 PATCH = Patch(
     name="give_engine_time_to_close",
     targets=("{ENGINE_PROCESSES}:CoreEngineProcManager.shutdown",),
-    # 0.16.0 has `close` instead, which always waits 5 s.
-    vllm=">=0.24",
+    # Older releases have `close` instead, which always waits 5 s.
+    vllm=">=0.18",
     process="front end",
     relies_on={"{ENGINE_PROCESSES}:CoreEngineProcManager.shutdown": ("timeout",)},
     upstream="none: shutdown_timeout is the user's, for requests under way",

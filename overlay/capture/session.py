@@ -158,11 +158,12 @@ class CaptureSession:
         assert self._book is not None
         cached = scheduler_output.scheduled_cached_reqs
         new = [self._begin(request) for request in scheduler_output.scheduled_new_reqs]
+        resumed = self._seam.resumed_requests(cached)
         starts: dict[str, int] = {}
         more_blocks: dict[str, tuple[int, ...]] = {}
         for key, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             ours = tuple(blocks[self._kv_group]) if blocks else ()
-            if key in cached.resumed_req_ids:
+            if key in resumed:
                 new.append(NewRequest(key, 0, start, ours, self._book.is_captured(key), resumed=True))
                 continue
             starts[key] = start

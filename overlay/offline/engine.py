@@ -36,8 +36,8 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     Raises OverlayError, in one line, when vLLM is not installed or its parser refuses a word.
     """
     try:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        # The parser's own module moved in 0.11.1; this one imports it in every release.
+        from vllm.engine.arg_utils import EngineArgs, FlexibleArgumentParser
     except ModuleNotFoundError as error:
         raise OverlayError(
             f"vLLM is needed here and does not import ({error}); install the release you serve with"

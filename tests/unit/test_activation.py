@@ -32,7 +32,8 @@ def test_an_unknown_release_is_refused_at_import(stub: Path) -> None:
     done = run_python("import vllm", ON, stub)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.16.0, 0.24.0, 0.32.0" in last
+    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.11.0, 0.11.1, 0.12.0" in last
+    assert "0.31.0, 0.32.0" in last
     assert "VLLM_OVERLAY_RELEASE" in last
     assert "VLLM_OVERLAY_POLICY=warn" in last
     left = run_python("try:\n import vllm\nexcept ImportError:\n import sys; print('vllm' in sys.modules)", ON, stub)
@@ -53,7 +54,7 @@ def test_under_warn_a_newer_release_is_tried_loudly(stub: Path) -> None:
     assert "WARNING: vLLM 9.9.9 is newer than the newest supported release and is treated as 0.32.0" in done.stderr
 
 
-@pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.16.0rc1", "0.11.0"])
+@pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.16.0rc1", "0.10.2"])
 def test_development_builds_and_old_releases_are_refused(tmp_path: Path, version: str) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")

@@ -1,37 +1,44 @@
-"""Where things live in vLLM from 0.16.0 on."""
+"""Where things live in vLLM 0.11.0, and how its one-phase engine tells of a step."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-ENVS = "vllm.envs"
-PARALLEL_CONFIG = "vllm.config.parallel"
-VLLM_CONFIG = "vllm.config.vllm"
-SCHEDULER = "vllm.v1.core.sched.scheduler"
 ENGINE_CORE = "vllm.v1.engine.core"
 ENGINE_PROCESSES = "vllm.v1.engine.utils"
+ENVS = "vllm.envs"
+EXECUTOR = "vllm.v1.executor.abstract"
+KV_CACHE_PLANNING = "vllm.v1.core.kv_cache_utils"
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+MODEL_INTERFACES = "vllm.model_executor.models.interfaces"
+MODEL_LOADER = "vllm.model_executor.model_loader.base_loader"
+MULTIPROC_EXECUTOR = "vllm.v1.executor.multiproc_executor"
+PARALLEL_CONFIG = "vllm.config.parallel"
+RAY_EXECUTOR = "vllm.v1.executor.ray_distributed_executor"
+REQUEST = "vllm.v1.request"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+SCHEDULER_CONFIG = "vllm.config.scheduler"
+SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
+STRUCTURED_OUTPUT_REQUEST = "vllm.v1.structured_output.request"
+UNIPROC_EXECUTOR = "vllm.v1.executor.abstract"
+VLLM_CONFIG = "vllm.config"
 WORKER = "vllm.v1.worker.gpu_worker"
 
 # CPUModelRunner asserts that there is no speculative_config.
 SPECULATIVE_DECODING_ON_CPU = False
 
-# Model Runner V2 is an experiment here, off by default, and keeps a step's state in an untyped tuple.
-CAPTURED_RUNNERS = ("V1",)
-
-# The input processor appends "-" and eight hexadecimal digits to the caller's id, so that ids are unique.
-_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+CAPTURED_RUNNERS: tuple[str, ...] = ("V1",)
 
 
 def external_request_id(internal_id: str) -> str:
-    """The id that the caller gave, from the engine's own."""
-    return _RANDOM_SUFFIX.sub("", internal_id)
+    """The id that the caller gave: the engine uses it as it is."""
+    return internal_id
 
 
 def runner_style(worker: Any) -> str:
-    """`V1` or `V2`: which model runner the worker has."""
-    return "V2" if worker.use_v2_model_runner else "V1"
+    """There is one model runner."""
+    return "V1"
 
 
 def step_order(worker: Any) -> tuple[str, ...]:
@@ -43,6 +50,12 @@ def step_order(worker: Any) -> tuple[str, ...]:
 def step_token_ids(worker: Any) -> Any:
     """The token of every row of the step just computed, int32 `[max tokens]`, on the model's device."""
     return worker.model_runner.input_ids.gpu
+
+
+def resumed_requests(cached_requests: Any) -> Collection[str]:
+    """The engine's ids of the requests that come back after a pre-emption: a flag beside each id."""
+    flags = zip(cached_requests.req_ids, cached_requests.resumed_from_preemption, strict=True)
+    return {request_id for request_id, resumed in flags if resumed}
 
 
 def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:
@@ -57,6 +70,6 @@ def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:
     return None
 
 
-def block_copies(scheduler_output: object) -> Sequence[tuple[int, int]]:
+def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
     """No KV block is copied before a step in this release line."""
     return ()

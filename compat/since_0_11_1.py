@@ -1,0 +1,18 @@
+"""vLLM from 0.11.1 on: two phases, and a configuration module of its own. The rest as in 0.11.0."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from vllm_overlay.compat.since_0_11_0 import *  # noqa: F403
+
+RAY_EXECUTOR = "vllm.v1.executor.ray_executor"
+UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor"
+VLLM_CONFIG = "vllm.config.vllm"
+
+
+def resumed_requests(cached_requests: Any) -> Collection[str]:
+    """The engine's ids of the requests that come back after a pre-emption."""
+    resumed: set[str] = cached_requests.resumed_req_ids
+    return resumed
