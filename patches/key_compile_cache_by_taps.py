@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from typing import Any
 
 import wrapt
@@ -19,6 +20,8 @@ from vllm_overlay.patch import Patch
 
 
 def build(original: Any) -> Any:
+    inspect.signature(original).bind(object())  # callers pass no argument
+
     def add_taps(wrapped: Any, config: Any, args: Any, kwargs: Any) -> str:
         key = f"{wrapped(*args, **kwargs)} taps {TAP_FORMAT} {current_settings().layers}"
         return hashlib.sha256(key.encode()).hexdigest()[:10]
@@ -27,10 +30,17 @@ def build(original: Any) -> Any:
 
 
 def verify() -> None:
-    from vllm.config.vllm import VllmConfig
+    # The class's module moved in 0.11.1 and its package is half imported now, so look at every copy that is loaded.
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.config")]
+    stock = [module.__name__ for module in loaded if _is_stock(vars(module).get("VllmConfig"))]
+    if stock:
+        raise RuntimeError(f"expected one VllmConfig with our compute_hash, found another in {', '.join(stock)}")
 
-    # Callers pass no argument; building a VllmConfig here would settle the platform while vLLM is being imported.
-    inspect.signature(VllmConfig.compute_hash).bind(object())
+
+def _is_stock(config_class: Any) -> bool:
+    # Some modules name it `object`, for a type checker that is not there.
+    method = vars(config_class).get("compute_hash") if isinstance(config_class, type) else None
+    return method is not None and not isinstance(method, wrapt.FunctionWrapper)
 
 
 PATCH = Patch(

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -125,7 +126,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
-    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    command = shlex.join(["python", *sys.argv]).replace(str(Path.home()), "~")
+    report: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store))
         # One after the other: on a GPU, vLLM measures free memory while it starts.
