@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from definitions import Definition
-from signatures import Parameter, list_parameters, write_with_default
+from vllm_overlay.source.definitions import Definition
+from vllm_overlay.source.signatures import Parameter, list_parameters, write_with_default
 
 
 def describe_changes(before: Definition, now: Definition) -> list[str]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from definitions import Definition
 from environments import REPOSITORY
 from packaging.version import Version
+
+from vllm_overlay.source.definitions import Definition
 
 FILE = REPOSITORY / "tests" / "contract" / "targets.json"
 REGENERATE = "python tools/targets.py regenerate"

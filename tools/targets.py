@@ -18,17 +18,19 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from definitions import Definition, Definitions
 from differences import describe_changes
 from environments import NoInterpreter
-from fit import Fit, describe, judge, list_targets, list_watched_names, treat
 from packaging.version import Version
 from target_history import NotRecorded, TargetHistory, load_history, save_history
 from tqdm import tqdm
-from vllm_source import SourceError, is_release, open_source
+from vllm_source import is_release, open_source
+from watched import list_watched_names
 
-from vllm_overlay.compat.releases import SUPPORTED, UnsupportedRelease
+from vllm_overlay.compat.releases import SUPPORTED, UnsupportedRelease, resolve_release
 from vllm_overlay.patches import PATCHES
+from vllm_overlay.source.definitions import Definition, Definitions
+from vllm_overlay.source.fit import Fit, describe, judge, list_targets
+from vllm_overlay.source.vllm_source import SourceError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Reading:
     @property
     def failing(self) -> list[Fit]:
         return [fit for fit in self.fits if fit.state == "would fail"]
+
+
+def treat(release: str) -> str:
+    """The supported release that activation would treat this one as, under the policy `warn`.
+
+    Errors: UnsupportedRelease.
+    """
+    return resolve_release(release, policy="warn", stands_for=None)
 
 
 def read(where: str, release: str | None, history: TargetHistory) -> Reading:

@@ -1,4 +1,4 @@
-"""The names of vLLM whose look is recorded for every release, and those that a patch's `verify` asks for.
+"""The names of vLLM whose look is recorded for every release.
 
 A patch for one of these is checked against all releases without a network. Targets of patches that exist are recorded
 whether they are listed here or not. Where something moved, the old place and the new one are both listed.
@@ -6,7 +6,11 @@ whether they are listed here or not. Where something moved, the old place and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from vllm_overlay.compat import releases
+from vllm_overlay.patch import Patch
+from vllm_overlay.source.fit import list_needed_names, list_targets, name_owner
 
 _BY_MODULE: Mapping[str, str] = {
     # Scheduler and its calls
@@ -169,19 +173,14 @@ _BY_MODULE: Mapping[str, str] = {
 
 WATCHED: tuple[str, ...] = tuple(f"{module}:{name}" for module, names in _BY_MODULE.items() for name in names.split())
 
-_STEP_FIELDS = ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens")
 
-# patch: what it needs beside its targets and what it imports. Its `verify` asks for the same when it is applied.
-VERIFIED: Mapping[str, tuple[str, ...]] = {
-    "close_capture_at_exit": ("vllm.v1.engine.core:EngineCore.shutdown",),
-    "close_capture_with_engine": ("vllm.v1.executor.abstract:Executor.collective_rpc",),
-    "install_capture_worker": ("vllm.config.parallel:ParallelConfig.worker_extension_cls",),
-    "leave_out_warm_up_steps": ("vllm.v1.worker.gpu_worker:Worker.execute_model",),
-    "note_finished_requests": (
-        "vllm.v1.request:Request.num_tokens",
-        "vllm.v1.request:Request.get_finished_reason",
-    ),
-    "record_steps": tuple(f"vllm.v1.core.sched.output:SchedulerOutput.{field}" for field in _STEP_FIELDS),
-    "send_finished_requests": ("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids",),
-    "tap_decoder_layers": ("vllm.v1.worker.gpu_worker:Worker.get_model",),
-}
+def list_watched_names(patches: Sequence[Patch]) -> list[str]:
+    """Every name whose look is recorded: the listed ones and what the patches need, as every seam has it."""
+    names = set(WATCHED)
+    for patch in patches:
+        names |= set(list_needed_names(patch))
+        targets = [
+            target for release in [*releases.RELEASES, *releases.READ] for target in list_targets(patch, release)
+        ]
+        names |= {str(target) for target in targets} | {name_owner(target) for target in targets if target.restore}
+    return sorted(names)

@@ -12,7 +12,6 @@ decoder layers, id N the stream before the final norm.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_overlay.capture.limits import CAPTURED_OUTPUT, describe_first_layer
 from vllm_overlay.errors import OverlayError
-from vllm_overlay.settings import parse_layers
 
 # Part of the compile-cache key: raise it when what the taps compile to changes.
 TAP_FORMAT = 1
@@ -76,31 +75,6 @@ class Taps:
             handle.remove()
 
 
-def resolve_layer_ids(layers: str, num_hidden_layers: int) -> tuple[int, ...]:
-    """Ids from `eagle3`, `all` or a list, for a target of N layers, in the order of the columns.
-
-    Errors: TapError for an id above N, or when N is too small for the EAGLE-3 default.
-    """
-    last = num_hidden_layers
-    wanted = parse_layers(layers)
-    if wanted == "all":
-        return tuple(range(last + 1))
-    if isinstance(wanted, str):
-        ids = (2, last // 2, last - 3, last)
-        if not all(a < b for a, b in itertools.pairwise(ids)):
-            raise TapError(
-                f"the EAGLE-3 default takes layers 2, N//2, N-3 and N, which for this model's N={last} are "
-                f"{', '.join(map(str, ids))}: too shallow; name the layers you want"
-            )
-        return ids
-    above = [layer_id for layer_id in wanted if layer_id > last]
-    if above:
-        raise TapError(
-            f"layer ids {above} do not exist: this model has ids 0 to {last} (the last before the final norm)"
-        )
-    return wanted
-
-
 def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> list[nn.Module]:
     """The model's decoder layers in order. Errors: TapError naming what was found instead."""
     found = {
@@ -151,19 +125,16 @@ class _OutputTap:
         if isinstance(output, tuple) and len(output) == 2:
             hidden, residual = output
             return torch.ops.vllm_overlay.tap(hidden, residual, self.column), residual
-        raise TapError(
-            f"{type(layer).__name__} returns {_describe_output(output)}; expected one tensor or (hidden, residual)"
-        )
+        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        raise TapError(f"{type(layer).__name__} returns {what}; expected {CAPTURED_OUTPUT}")
 
 
 def _tap_input(layer: nn.Module, column: int) -> Any:
     """Tap what the first layer receives. Its arguments are bound by the layer's own signature."""
     signature = inspect.signature(layer.forward)
-    if "hidden_states" not in signature.parameters:
-        raise TapError(
-            f"{type(layer).__name__}.forward takes ({', '.join(signature.parameters)}); layer id 0 needs "
-            "'hidden_states'"
-        )
+    refusal = describe_first_layer(type(layer).__name__, list(signature.parameters))
+    if refusal:
+        raise TapError(refusal)
     names = list(signature.parameters)
     index = names.index("hidden_states")
     residual_index = names.index("residual") if "residual" in names else -1
@@ -188,9 +159,3 @@ def _is_encoder(name: str) -> bool:
 
 def _has_parent(name: str, others: dict[str, Any]) -> bool:
     return any(name.startswith(f"{other}.") for other in others)
-
-
-def _describe_output(output: Any) -> str:
-    if isinstance(output, tuple):
-        return f"a tuple of {len(output)}"
-    return type(output).__name__

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Host memory that rows may take before the step waits for the writer; at least two steps fit whatever their size.
-HOST_BYTES = 1024 * 2**20
+from vllm_overlay.capture.limits import HOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class CpuTransfer:
         else:
             index = torch.from_numpy(indices)
             rows, kept = self._buffer.index_select(0, index), tokens.index_select(0, index)
-        host = HostRows(rows, kept.to(torch.int64).numpy(), _peaks(rows).numpy(), lambda: self._give_back(nbytes))
+        host = HostRows(rows, kept.to(torch.int64).numpy(), find_peaks(rows).numpy(), lambda: self._give_back(nbytes))
         return lambda: host
 
     def _take(self, nbytes: int) -> None:
@@ -155,7 +154,7 @@ class _Staging:
             index = torch.from_numpy(indices).to(buffer.device, non_blocking=True)
             torch.index_select(buffer, 0, index, out=self.rows[:count])
             self.tokens[:count].copy_(tokens.index_select(0, index))
-        self.peaks[:count].copy_(_peaks(self.rows[:count]))
+        self.peaks[:count].copy_(find_peaks(self.rows[:count]))
 
 
 class Ring:
@@ -198,7 +197,7 @@ class Ring:
         return 0 if count <= oldest else None
 
 
-def _peaks(rows: torch.Tensor) -> torch.Tensor:
+def find_peaks(rows: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of each row, float32 `[n, layers]`; NaN where the row holds one."""
     peaks: torch.Tensor = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32)
     return peaks

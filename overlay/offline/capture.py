@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_overlay import activation
-from vllm_overlay.capture.taps import resolve_layer_ids
 from vllm_overlay.dataset import Dataset, DatasetItem
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
+from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.model_shape import ModelShape, read_model_shape
 from vllm_overlay.store import Store
 

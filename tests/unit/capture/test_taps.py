@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_overlay.capture.taps import TapError, find_decoder_layers, install_taps, resolve_layer_ids
+from vllm_overlay.capture.taps import TapError, find_decoder_layers, install_taps
+from vllm_overlay.layer_ids import LayerIdsError, resolve_layer_ids
 from vllm_overlay.settings import SettingsError
 
 HIDDEN = 8
@@ -121,9 +122,9 @@ def test_default_ids_and_their_order() -> None:
 
 def test_ids_that_do_not_exist_are_named() -> None:
     """CASES 13: id 7 of a model of six layers; and a model too shallow for the default (CASES 15)."""
-    with pytest.raises(TapError, match=r"layer ids \[7\] do not exist: this model has ids 0 to 6"):
+    with pytest.raises(LayerIdsError, match=r"layer ids \[7\] do not exist: this model has ids 0 to 6"):
         resolve_layer_ids("6,7", 6)
-    with pytest.raises(TapError, match="for this model's N=6 are 2, 3, 3, 6: too shallow; name the layers"):
+    with pytest.raises(LayerIdsError, match="for this model's N=6 are 2, 3, 3, 6: too shallow; name the layers"):
         resolve_layer_ids("eagle3", 6)
     with pytest.raises(SettingsError, match="neither 'eagle3', 'all'"):
         resolve_layer_ids("top", 6)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from bindings import (
+from vllm_overlay.source.bindings import (
     Binding,
     Function,
     Import,
@@ -26,8 +26,8 @@ from bindings import (
     name_decorators,
     write_field,
 )
-from signatures import write_signature
-from vllm_source import SourceError, VllmSource
+from vllm_overlay.source.signatures import write_signature
+from vllm_overlay.source.vllm_source import SourceError, VllmSource
 
 Kind = Literal[
     "function",
@@ -72,7 +72,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """A binding and the module and path it was found under, after imports were followed."""
 
     module: str
@@ -85,11 +85,17 @@ class _Found:
 
 
 class Definitions:
-    """The definitions of one release. Files are parsed when a name in them is asked for."""
+    """The definitions of one release. Files are parsed when a name in them is asked for.
 
-    def __init__(self, source: VllmSource) -> None:
+    With a platform, as in `current_platform.is_cuda()`, what a module binds on others is left out. Without one the
+    first branch of an `if` counts.
+    """
+
+    def __init__(self, source: VllmSource, platform: str = "") -> None:
         self._source = source
+        self._platform = platform
         self._bindings: dict[str, dict[str, Binding]] = {}
+        self._parsed: dict[str, list[ast.stmt]] = {}
 
     def find(self, name: str) -> Definition:
         """What the name is; of kind `absent` if it is nothing. Errors: SourceError if a file cannot be parsed."""
@@ -100,7 +106,7 @@ class Definitions:
         if self._find_file(f"{module}.{path}"):
             return self.find(f"{module}.{path}")
         first, _, rest = path.partition(".")
-        owner = self._follow(module, first)
+        owner = self.follow(module, first)
         if owner is None:
             near = difflib.get_close_matches(first, self._list_bindings(module), n=1, cutoff=0.7)
             return Definition("absent", elsewhere=self._search(first, rest) or tuple(f"{module}:{one}" for one in near))
@@ -110,6 +116,25 @@ class Definitions:
         if not isinstance(owner.binding, ast.ClassDef) or "." in rest:
             return Definition("absent")
         return self._find_member(owner, owner.binding, rest, imported_from)
+
+    def find_class(self, module: str, name: str) -> Found | None:
+        """The class behind a module's name, wherever it is defined; None if it is none. Errors: SourceError."""
+        found = self.follow(module, name)
+        return found if found and isinstance(found.binding, ast.ClassDef) else None
+
+    def list_lineage(self, found: Found) -> tuple[Found, ...]:
+        """A class and its base classes inside vLLM, each once. Errors: SourceError."""
+        assert isinstance(found.binding, ast.ClassDef)
+        return tuple(dict.fromkeys([found, *self.list_ancestors(found, found.binding)]))
+
+    def read_module(self, module: str) -> list[ast.stmt]:
+        """The statements of a module; none if there is no such file. Errors: SourceError."""
+        file = self._find_file(module)
+        return self._parse(file) if file else []
+
+    def place(self, module: str, node: ast.stmt | ast.expr) -> str:
+        """Where a node of a module is: `file:line`."""
+        return f"{self._find_file(module)}:{node.lineno}"
 
     def look_at(self, name: str) -> Definition:
         """What the name is, and for a function or value of a module, who else binds it. Errors: SourceError."""
@@ -121,7 +146,7 @@ class Definitions:
     def find_copies(self, name: str) -> tuple[str, ...]:
         """The other modules that bind this module-level name with `from X import name` as they are imported."""
         module, _, path = name.partition(":")
-        original = self._follow(module, path)
+        original = self.follow(module, path)
         if original is None:
             return ()
         pattern = re.compile(rf"^\s*from\s[^#\n]*\simport\s[^#]*?\b{re.escape(path)}\b", re.MULTILINE)
@@ -131,7 +156,7 @@ class Definitions:
             if other in (module, original.module) or path not in text or not pattern.search(text):
                 continue
             bound = self._list_bindings(other).values()
-            if any(isinstance(one, Import) and self._follow(one.module, one.name) == original for one in bound):
+            if any(isinstance(one, Import) and self.follow(one.module, one.name) == original for one in bound):
                 copies.append(other)
         return tuple(sorted(copies))
 
@@ -146,7 +171,7 @@ class Definitions:
             # Modules may star-import each other: what this one binds is looked up while it is being made.
             bindings: dict[str, Binding] = {}
             self._bindings[module] = bindings
-            for name, binding in list_bindings(self._parse(file), package) if file else ():
+            for name, binding in list_bindings(self._parse(file), package, self._platform) if file else ():
                 if isinstance(binding, Import) and binding.name == "*":
                     public = [one for one in self._list_bindings(binding.module) if not one.startswith("_")]
                     bindings |= {one: Import(binding.module, one) for one in public}
@@ -155,12 +180,14 @@ class Definitions:
         return self._bindings[module]
 
     def _parse(self, file: str) -> list[ast.stmt]:
-        try:
-            return ast.parse(self._source.files[file]).body
-        except SyntaxError as error:
-            raise SourceError(f"{file}:{error.lineno} cannot be parsed by this Python: {error.msg}") from error
+        if file not in self._parsed:
+            try:
+                self._parsed[file] = ast.parse(self._source.files[file]).body
+            except SyntaxError as error:
+                raise SourceError(f"{file}:{error.lineno} cannot be parsed by this Python: {error.msg}") from error
+        return self._parsed[file]
 
-    def _follow(self, module: str, name: str) -> _Found | None:
+    def follow(self, module: str, name: str) -> Found | None:
         """The definition behind a module's name: imports and aliases are followed to where it comes from."""
         seen: set[tuple[str, str]] = set()
         while (module, name) not in seen:
@@ -173,41 +200,41 @@ class Definitions:
             if isinstance(alias, ast.Name) and alias.id in bindings:
                 name = alias.id
             elif isinstance(binding, Import) and self._find_file(f"{binding.module}.{binding.name}"):
-                return _Found(module, name, Import(f"{binding.module}.{binding.name}", ""))
+                return Found(module, name, Import(f"{binding.module}.{binding.name}", ""))
             elif isinstance(binding, Import) and binding.name and self._find_file(binding.module):
                 module, name = binding.module, binding.name
             else:
-                return _Found(module, name, binding)
+                return Found(module, name, binding)
         return None
 
-    def _find_member(self, owner: _Found, body: ast.ClassDef, name: str, imported_from: str) -> Definition:
+    def _find_member(self, owner: Found, body: ast.ClassDef, name: str, imported_from: str) -> Definition:
         followed = f"{imported_from}.{name}" if imported_from else ""
         member = find_in_body(body, name)
         if member is not None:
-            return self._describe(_Found(owner.module, f"{owner.path}.{name}", member), imported_from=followed)
-        for base in self._list_ancestors(owner, body):
+            return self._describe(Found(owner.module, f"{owner.path}.{name}", member), imported_from=followed)
+        for base in self.list_ancestors(owner, body):
             assert isinstance(base.binding, ast.ClassDef)
             member = find_in_body(base.binding, name)
             if member is not None:
-                found = _Found(base.module, f"{base.path}.{name}", member)
+                found = Found(base.module, f"{base.path}.{name}", member)
                 return self._describe(found, imported_from=followed, inherited_from=found.name)
         near = difflib.get_close_matches(name, list_members(body), n=1, cutoff=0.7)
         return Definition("absent", elsewhere=tuple(f"{owner.name}.{one}" for one in near))
 
-    def _list_ancestors(self, owner: _Found, body: ast.ClassDef) -> Iterator[_Found]:
+    def list_ancestors(self, owner: Found, body: ast.ClassDef) -> Iterator[Found]:
         """The base classes inside vLLM, depth first."""
         for name in name_bases(body):
             first, _, rest = name.partition(".")
-            base = self._follow(owner.module, first)
+            base = self.follow(owner.module, first)
             if base and rest and isinstance(base.binding, Import):
-                base = self._follow(base.binding.module, rest)
+                base = self.follow(base.binding.module, rest)
             if base and isinstance(base.binding, ast.ClassDef):
                 yield base
-                yield from self._list_ancestors(base, base.binding)
+                yield from self.list_ancestors(base, base.binding)
 
     def _search(self, name: str, rest: str) -> tuple[str, ...]:
         """Where the release has a function or class of this name at the top of a module, and in the class `rest`."""
-        found = [self._follow(module, name) for module in self._modules_by_name.get(name, ())]
+        found = [self.follow(module, name) for module in self._modules_by_name.get(name, ())]
         if not rest:
             return tuple(one.name for one in found if one)
         classes = [(one.name, one.binding) for one in found if one and isinstance(one.binding, ast.ClassDef)]
@@ -223,7 +250,7 @@ class Definitions:
                 modules.setdefault(name, []).append(_name_module(file))
         return modules
 
-    def _describe(self, found: _Found, imported_from: str = "", inherited_from: str = "") -> Definition:
+    def _describe(self, found: Found, imported_from: str = "", inherited_from: str = "") -> Definition:
         binding = found.binding
         if isinstance(binding, Import):
             return Definition("value", imported_from=f"{binding.module}:{binding.name}".rstrip(":"))

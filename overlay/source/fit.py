@@ -10,14 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from definitions import Definition
-from signatures import Parameter, list_parameters
-from watched import VERIFIED, WATCHED
-
 from vllm_overlay.compat import releases
 from vllm_overlay.patch import Patch, Target
+from vllm_overlay.source.definitions import Definition
+from vllm_overlay.source.signatures import Parameter, list_parameters
 
 LookUp = Callable[[str], Definition]
+
+_STEP_FIELDS = ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens")
+
+# patch: what it needs beside its targets and what it imports. Its `verify` asks for the same when it is applied.
+VERIFIED: Mapping[str, tuple[str, ...]] = {
+    "close_capture_at_exit": ("vllm.v1.engine.core:EngineCore.shutdown",),
+    "close_capture_with_engine": ("vllm.v1.executor.abstract:Executor.collective_rpc",),
+    "install_capture_worker": ("vllm.config.parallel:ParallelConfig.worker_extension_cls",),
+    "leave_out_warm_up_steps": ("vllm.v1.worker.gpu_worker:Worker.execute_model",),
+    "note_finished_requests": (
+        "vllm.v1.request:Request.num_tokens",
+        "vllm.v1.request:Request.get_finished_reason",
+    ),
+    "record_steps": tuple(f"vllm.v1.core.sched.output:SchedulerOutput.{field}" for field in _STEP_FIELDS),
+    "send_finished_requests": ("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids",),
+    "tap_decoder_layers": ("vllm.v1.worker.gpu_worker:Worker.get_model",),
+}
 
 
 @dataclass(frozen=True)
@@ -33,14 +48,6 @@ class Fit:
     relies_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     restored: tuple[str, ...] = ()
     misfits: tuple[str, ...] = ()
-
-
-def treat(release: str) -> str:
-    """The supported release that activation would treat this one as, under the policy `warn`.
-
-    Errors: UnsupportedRelease.
-    """
-    return releases.resolve_release(release, policy="warn", stands_for=None)
 
 
 def list_targets(patch: Patch, release: str) -> list[Target]:
@@ -62,7 +69,7 @@ def judge(
     misfits: list[str] = []
     for target in targets:
         if target.restore:
-            misfits += _judge_restored(target, definitions[str(target)], look_up(_name_owner(target)))
+            misfits += _judge_restored(target, definitions[str(target)], look_up(name_owner(target)))
             continue
         misfits += _judge_target(target, definitions[str(target)])
         misfits += _compare_calls(target, look_up_known(str(target)), definitions[str(target)])
@@ -71,16 +78,6 @@ def judge(
     parameters = {str(target): target.parameters for target in targets}
     restored = tuple(str(target) for target in targets if target.restore)
     return Fit(patch.name, state, definitions, parameters, restored, tuple(misfits))
-
-
-def list_watched_names(patches: Sequence[Patch]) -> list[str]:
-    """Every name whose look is recorded: the listed ones and what the patches need, as every seam has it."""
-    names = set(WATCHED)
-    for patch in patches:
-        names |= set(list_needed_names(patch))
-        targets = [target for release in releases.SUPPORTED for target in list_targets(patch, release)]
-        names |= {str(target) for target in targets} | {_name_owner(target) for target in targets if target.restore}
-    return sorted(names)
 
 
 def list_needed_names(patch: Patch) -> list[str]:
@@ -101,14 +98,14 @@ def _list_imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
 
 
-def _name_owner(target: Target) -> str:
+def name_owner(target: Target) -> str:
     """The class or module that holds the binding."""
     outer = target.path.rpartition(".")[0]
     return f"{target.module}:{outer}" if outer else target.module
 
 
 def _judge_restored(target: Target, found: Definition, owner: Definition) -> Iterator[str]:
-    misfit = _judge_presence(_name_owner(target), owner)
+    misfit = _judge_presence(name_owner(target), owner)
     if misfit:
         yield misfit
     if found.is_there:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from signatures import find_default, write_default, write_with_default
+from vllm_overlay.source.signatures import find_default, write_default, write_with_default
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+_PLATFORM_TEST = re.compile(r"current_platform\.(?:is_(\w+)\(\)|device_type == '(\w+)')")
 
 # `config` is vLLM's own: a pydantic dataclass.
 DATACLASS_DECORATORS = frozenset({"dataclass", "config"})
@@ -25,9 +28,9 @@ class Import:
 Binding = Function | ast.ClassDef | ast.Assign | ast.AnnAssign | Import
 
 
-def list_bindings(body: Sequence[ast.stmt], package: str) -> Iterator[tuple[str, Binding]]:
+def list_bindings(body: Sequence[ast.stmt], package: str, platform: str = "") -> Iterator[tuple[str, Binding]]:
     """What these statements bind as the module is imported, in their order; a later one of the same name counts."""
-    for statement in _run_at_import(body):
+    for statement in _run_at_import(body, platform):
         if isinstance(statement, Function | ast.ClassDef):
             yield statement.name, statement
         elif isinstance(statement, ast.ImportFrom):
@@ -42,21 +45,41 @@ def list_bindings(body: Sequence[ast.stmt], package: str) -> Iterator[tuple[str,
             yield from ((name, statement) for name in _name_targets(statement))
 
 
-def _run_at_import(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _run_at_import(body: Sequence[ast.stmt], platform: str) -> Iterator[ast.stmt]:
     """Statements with those inside `if`, `try` and `with`; the first branch last, because it counts."""
     for statement in body:
         if isinstance(statement, ast.If):
-            yield from _run_at_import(statement.orelse)
-            if ast.unparse(statement.test) not in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-                yield from _run_at_import(statement.body)
+            holds = _evaluate(statement.test, platform)
+            if not holds:
+                yield from _run_at_import(statement.orelse, platform)
+            if holds is not False:
+                yield from _run_at_import(statement.body, platform)
         elif isinstance(statement, ast.Try):
             for handler in statement.handlers:
-                yield from _run_at_import(handler.body)
-            yield from _run_at_import([*statement.body, *statement.orelse, *statement.finalbody])
+                yield from _run_at_import(handler.body, platform)
+            yield from _run_at_import([*statement.body, *statement.orelse, *statement.finalbody], platform)
         elif isinstance(statement, ast.With):
-            yield from _run_at_import(statement.body)
+            yield from _run_at_import(statement.body, platform)
         else:
             yield statement
+
+
+def _evaluate(test: ast.expr, platform: str) -> bool | None:
+    """Whether a condition holds at run time on a platform such as `cuda`; None if that cannot be read."""
+    text = ast.unparse(test)
+    if text in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        return False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        holds = _evaluate(test.operand, platform)
+        return None if holds is None else not holds
+    if isinstance(test, ast.BoolOp):
+        parts = [_evaluate(value, platform) for value in test.values]
+        decisive = isinstance(test.op, ast.Or)
+        if decisive in parts:
+            return decisive
+        return None if None in parts else not decisive
+    asked = _PLATFORM_TEST.fullmatch(text)
+    return (asked[1] or asked[2]) == platform if asked and platform else None
 
 
 def _resolve_relative(statement: ast.ImportFrom, package: str) -> str:

@@ -1,0 +1,75 @@
+"""`vllm-overlay check` in a process of its own: quick, and without torch, vLLM or transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vllm_overlay
+from tests.unit.check.conftest import DEEPSEEK, LLAMA
+
+LIMIT_S = 2.0
+
+# numpy is a second's import where it is cold.
+HEAVY = ("torch", "vllm", "transformers", "numpy")
+
+RUN = f"""
+import sys
+from vllm_overlay.cli import main
+status = main(["check", *sys.argv[1:]])
+loaded = [name for name in {HEAVY!r} if name in sys.modules]
+print("loaded:", *loaded, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def run_check(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment["PYTHONPATH"] = str(Path(vllm_overlay.__path__[0]).parent)
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words], env=environment, text=True, capture_output=True, check=False
+    )
+    return done, time.perf_counter() - began
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict(LLAMA), {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]}, {**LLAMA, "architectures": ["LamaFor"]}],
+    ids=["llama", "deepseek_v3", "unknown"],
+)
+def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    seconds = []
+    for _ in range(3):
+        done, elapsed = run_check(str(tmp_path), "--json")
+        seconds.append(elapsed)
+        assert done.returncode == (1 if config["architectures"] == ["LamaFor"] else 0), done.stderr
+        assert done.stderr.splitlines()[-1].strip() == "loaded:"
+        assert json.loads(done.stdout)["would_fail"] == bool(done.returncode)
+    # The best of three: machines that check a change do other things too.
+    assert min(seconds) < LIMIT_S, seconds
+
+
+def test_without_vllm_it_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    packages = str(Path(vllm_overlay.__path__[0]).parent)
+    hide = "import importlib.machinery as m; f = m.PathFinder.find_spec\n"
+    hide += "m.PathFinder.find_spec = lambda name, *words: None if name == 'vllm' else f(name, *words)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hide + RUN, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": packages},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    problems = [line for line in done.stderr.splitlines() if not line.startswith("loaded:")]
+    assert len(problems) == 1
+    assert "found no vLLM in this environment" in problems[0]
