@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
@@ -14,9 +14,14 @@ from vllm_overlay.compat import (
     since_0_12_0,
     since_0_14_0,
     since_0_17_0,
+    since_0_18_0,
+    since_0_20_0,
     since_0_24_0,
     since_0_26_0,
+    since_0_29_0,
+    since_0_30_0,
     since_0_32_0,
+    since_0_33_0,
 )
 
 POLICY_VARIABLE = "VLLM_OVERLAY_POLICY"
@@ -51,6 +56,8 @@ class Seam(Protocol):
     WORKER: str
     SPECULATIVE_DECODING_ON_CPU: bool
     CAPTURED_RUNNERS: tuple[str, ...]
+    # The name of a model's method in another release line, and its name in this one.
+    RENAMED_MODEL_METHODS: Mapping[str, str]
 
     def external_request_id(self, internal_id: str) -> str:
         """The id that the caller gave, from the engine's own."""
@@ -76,6 +83,14 @@ class Seam(Protocol):
         """(index, block size) of the KV-cache group whose blocks hold whole prefixes; None if the model has none."""
         ...
 
+    def settle_block_sizes(self, kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:
+        """The sizes that vLLM's engine builds a scheduler with, by parameter; `vllm_config` is settled as it does."""
+        ...
+
+    def settle_kv_cache_layout(self, vllm_config: Any, executor: Any, kv_cache_specs: Iterable[Any]) -> bool:
+        """Settle the layout of KV caches, as vLLM's engine does before it plans them. False if there is nothing to."""
+        ...
+
     def block_copies(self, scheduler_output: object) -> Sequence[tuple[int, int]]:
         """KV blocks (source, destination) that the worker copies before this step."""
         ...
@@ -92,23 +107,26 @@ RELEASES: dict[str, Seam] = {
     "0.15.1": since_0_14_0,
     "0.16.0": since_0_14_0,
     "0.17.1": since_0_17_0,
-    "0.18.1": since_0_17_0,
-    "0.19.1": since_0_17_0,
-    "0.20.2": since_0_17_0,
-    "0.21.0": since_0_17_0,
-    "0.22.1": since_0_17_0,
-    "0.23.0": since_0_17_0,
+    "0.18.1": since_0_18_0,
+    "0.19.1": since_0_18_0,
+    "0.20.2": since_0_20_0,
+    "0.21.0": since_0_20_0,
+    "0.22.1": since_0_20_0,
+    "0.23.0": since_0_20_0,
     "0.24.0": since_0_24_0,
     "0.25.1": since_0_24_0,
     "0.26.0": since_0_26_0,
     "0.27.1": since_0_26_0,
     "0.28.0": since_0_26_0,
-    "0.29.0": since_0_26_0,
-    "0.30.0": since_0_26_0,
-    "0.31.0": since_0_26_0,
+    "0.29.0": since_0_29_0,
+    "0.30.0": since_0_30_0,
+    "0.31.0": since_0_30_0,
     "0.32.0": since_0_32_0,
 }
 SUPPORTED: tuple[str, ...] = tuple(RELEASES)
+
+# Read as text and never run, for there is no build for a CPU: tried under the policy `warn`, or when the user names it.
+READ: dict[str, Seam] = {"0.33.0": since_0_33_0}
 
 
 def base_version(version: str) -> Version:
@@ -126,12 +144,12 @@ def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str
 
     `stands_for` (VLLM_OVERLAY_RELEASE) wins: a development build's version says nothing of the code in it. A point
     release that is not in the table is served as the one of its line that is. Under the policy `warn` a vLLM newer than
-    the newest supported release is tried as that release.
+    the newest supported release is tried as the newest one that was read.
 
     Errors: UnsupportedRelease with the supported releases and the override's name.
     """
     if stands_for is not None:
-        if stands_for not in SUPPORTED:
+        if stands_for not in RELEASES | READ:
             raise UnsupportedRelease(f"vllm-overlay: {RELEASE_VARIABLE}={stands_for!r} is not supported. {_list()}")
         return stands_for
     installed = base_version(version)
@@ -139,20 +157,21 @@ def resolve_release(version: str, *, policy: str, stands_for: str | None) -> str
     if line:
         not_newer = [release for release in line if Version(release).release <= installed.release]
         return not_newer[-1] if not_newer else line[0]
-    newest = SUPPORTED[-1]
-    if policy == "warn" and installed > Version(newest) and not installed.is_devrelease:
-        return newest
+    newest_read = list(READ)[-1]
+    is_newer = installed > Version(SUPPORTED[-1]) and not installed.is_devrelease
+    if policy == "warn" and is_newer:
+        return newest_read
     hint = f"set {RELEASE_VARIABLE} to the release it stands for"
-    if installed > Version(newest) and not installed.is_devrelease:
-        hint += f", or {POLICY_VARIABLE}=warn to try it as {newest}"
+    if is_newer:
+        hint += f", or {POLICY_VARIABLE}=warn to try it as {newest_read}"
     raise UnsupportedRelease(
         f"vllm-overlay: vLLM {version} is not a supported release; nothing was patched. {_list()}; {hint}"
     )
 
 
 def seam_for(release: str) -> Seam:
-    """The seam module that serves a supported release."""
-    return RELEASES[release]
+    """The seam module that serves a release that is supported or was read."""
+    return (RELEASES | READ)[release]
 
 
 def is_needed(specifier: str, release: str) -> bool:
@@ -160,9 +179,9 @@ def is_needed(specifier: str, release: str) -> bool:
     return SpecifierSet(specifier).contains(release, prereleases=True)
 
 
-def is_newer_line(version: str, release: str) -> bool:
-    """Whether an installed version is of a later release line than the release it is treated as."""
-    return base_version(version).release[:2] > Version(release).release[:2]
+def is_newer(version: str) -> bool:
+    """Whether an installed version is newer than the line of the newest supported release."""
+    return base_version(version).release[:2] > Version(SUPPORTED[-1]).release[:2]
 
 
 def is_same_release(version: str, release: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -29,6 +29,12 @@ WORKER = "vllm.v1.worker.gpu_worker"
 SPECULATIVE_DECODING_ON_CPU = False
 
 CAPTURED_RUNNERS: tuple[str, ...] = ("V1",)
+
+RENAMED_MODEL_METHODS: Mapping[str, str] = {
+    "embed_input_ids": "get_input_embeddings",
+    "embed_multimodal": "get_multimodal_embeddings",
+    "get_eagle3_default_aux_hidden_state_layers": "get_eagle3_aux_hidden_state_layers",
+}
 
 
 def external_request_id(internal_id: str) -> str:
@@ -68,6 +74,17 @@ def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:
         if any(isinstance(one, FullAttentionSpec) for one in (inner.values() if inner else [spec])):
             return index, int(spec.block_size)
     return None
+
+
+def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:
+    """The block size that the scheduler uses: the configuration's, for all ranks of decode context parallelism."""
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    return {"block_size": vllm_config.cache_config.block_size * ranks}
+
+
+def settle_kv_cache_layout(vllm_config: Any, executor: Any, kv_cache_specs: Iterable[Any]) -> bool:
+    """Each worker chooses the layout of its KV cache in this release line."""
+    return False
 
 
 def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:

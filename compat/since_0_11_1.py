@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm_overlay.compat.since_0_11_0 import *  # noqa: F403
@@ -10,6 +10,12 @@ from vllm_overlay.compat.since_0_11_0 import *  # noqa: F403
 RAY_EXECUTOR = "vllm.v1.executor.ray_executor"
 UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor"
 VLLM_CONFIG = "vllm.config.vllm"
+
+RENAMED_MODEL_METHODS: Mapping[str, str] = {
+    "get_input_embeddings": "embed_input_ids",
+    "get_multimodal_embeddings": "embed_multimodal",
+    "get_eagle3_default_aux_hidden_state_layers": "get_eagle3_aux_hidden_state_layers",
+}
 
 
 def resumed_requests(cached_requests: Any) -> Collection[str]:

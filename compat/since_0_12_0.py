@@ -1,7 +1,8 @@
-"""vLLM from 0.12.0 on: a second model runner, an experiment and off by default. The rest as in 0.11.1."""
+"""vLLM from 0.12.0 on: a second model runner, off by default, and parallel prefill contexts. The rest as in 0.11.1."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_overlay.compat.since_0_11_1 import *  # noqa: F403
@@ -10,3 +11,10 @@ from vllm_overlay.compat.since_0_11_1 import *  # noqa: F403
 def runner_style(worker: Any) -> str:
     """`V1` or `V2`: which model runner the worker has."""
     return "V2" if worker.use_v2_model_runner else "V1"
+
+
+def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:
+    """The configuration's block size, for all ranks of context parallelism."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return {"block_size": vllm_config.cache_config.block_size * ranks}

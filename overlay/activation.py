@@ -18,9 +18,10 @@ from typing import Any
 
 import wrapt
 
+from vllm_overlay.compat.packages import find_lack
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.ledger import Entry, Ledger
-from vllm_overlay.patch import AppliedPatch, Patch, PatchError, Target, apply_patch, find_lack
+from vllm_overlay.patch import AppliedPatch, Patch, PatchError, Target, apply_patch
 from vllm_overlay.settings import SWITCH, Settings, is_enabled, read_settings
 
 PLUGIN_NAME = "vllm_overlay"
@@ -166,7 +167,7 @@ def _hook_modules(vllm: ModuleType) -> None:
     _STATE.started = True
     ledger = _STATE.ledger
     ledger.vllm_version, ledger.release = version, release
-    if settings.release is None and releases.is_newer_line(version, release):
+    if settings.release is None and releases.is_newer(version):
         _give_notice(f"vLLM {version} is newer than the newest supported release and is treated as {release}")
     elif not releases.is_same_release(version, release):
         ledger.notices.append(f"vLLM {version} is treated as {release}")

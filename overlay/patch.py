@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Literal
 
 from vllm_overlay.compat.releases import Seam
@@ -44,6 +45,7 @@ class Patch:
     `targets` are `{SEAM_NAME}:Qual.name`, the place a name of `compat.Seam`, or `module:Qual.name` of another package.
     `old_form` is set in shims: the call of an older release that is answered here. Shims count the calls they
     translate with `activation.count_old_call`; vLLM's own calls go straight through and are not counted.
+    `package` is the requirement, such as `speculators==0.3.*`, of a patch whose targets belong to another package.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Patch:
     only_with_capture: bool = False
     restores: tuple[Restoration, ...] = ()
     old_form: str = ""
+    package: str = ""
 
     def resolve_targets(self, seam: Seam) -> tuple[Target, ...]:
         """The targets, and then the places of what is restored, in the release that `seam` serves."""
@@ -106,11 +109,15 @@ class Replacement:
         return _look_up_raw(self.owner, self.attribute) is self.ours
 
     def take_back(self) -> None:
-        """The owner as it was before."""
+        """The owner as it was before, and modules that took ours from it by a `from` import."""
         if self.original is _ABSENT:
             delattr(self.owner, self.attribute)
-        else:
-            setattr(self.owner, self.attribute, self.original)
+            return
+        setattr(self.owner, self.attribute, self.original)
+        if isinstance(self.owner, ModuleType):
+            for module in [one for one in sys.modules.values() if isinstance(one, ModuleType)]:
+                if _look_up_raw(module, self.attribute) is self.ours:
+                    setattr(module, self.attribute, self.original)
 
 
 @dataclass

@@ -15,11 +15,12 @@ from typing import Any
 import wrapt
 
 from vllm_overlay.activation import current_settings
-from vllm_overlay.capture.taps import TAP_FORMAT
 from vllm_overlay.patch import Patch
 
 
 def build(original: Any) -> Any:
+    from vllm_overlay.capture.taps import TAP_FORMAT
+
     inspect.signature(original).bind(object())  # callers pass no argument
 
     def add_taps(wrapped: Any, config: Any, args: Any, kwargs: Any) -> str:

@@ -1,7 +1,8 @@
-"""Tiny checkpoints made on the spot: a tokenizer of single characters and a random Llama, both of vocabulary 128."""
+"""Tiny checkpoints made on the spot: a tokenizer of single characters, and random models of its vocabulary of 128."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,4 +77,56 @@ def write_tiny_llama(
         model = LlamaForCausalLM(config).float()
     model.save_pretrained(folder)
     tiny_tokenizer(chat_template).save_pretrained(folder)
+    return folder
+
+
+def write_tiny_deepseek(
+    folder: Path, *, layers: int = 4, dense_layers: int = 1, seed: int = 0, spread: float = 0.15
+) -> Path:
+    """A random DeepSeek-V3 in float32, hidden 128, dense layers and then mixtures of experts, with its tokenizer.
+
+    A head of 32 + 32 is 64 wide where MLA is off, which is what vLLM's CPU attention takes. There is one, because the
+    CPU's kernel for interleaved rotary embeddings (0.16.0) mistakes the heads of a three-dimensional query for tokens.
+    Every token goes to all four experts: where it chooses, rounding to bfloat16 chooses others, and states are far
+    apart for a good reason.
+    """
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=dense_layers,
+        routed_scaling_factor=1.0,
+        q_lora_rank=None,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=spread,
+        tie_word_embeddings=False,
+        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        eos_token_id=END_OF_TURN,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DeepseekV3ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    # transformers has no such fields and does what they say; vLLM's defaults are DeepSeek-V2's.
+    as_v3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | as_v3, indent=2))
+    tiny_tokenizer().save_pretrained(folder)
     return folder

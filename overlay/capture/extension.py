@@ -10,11 +10,13 @@ from __future__ import annotations
 import multiprocessing.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.activation import ActivationError, describe_process, note_role, require_patched
 from vllm_overlay.capture.finished import noted_in_this_process
-from vllm_overlay.capture.session import CaptureSession
+
+if TYPE_CHECKING:
+    from vllm_overlay.capture.session import CaptureSession
 
 EXTENSION = "vllm_overlay.capture.extension.CaptureExtension"
 COMPOSED = "vllm_overlay.capture.composed."
@@ -29,6 +31,9 @@ class CaptureExtension:
 
     def overlay_open(self) -> None:
         """Open the session before the weights are read. Errors: ActivationError, CaptureError, StoreError."""
+        # Not before: `check` reads the patches, which name this class, and takes a fraction of torch's import.
+        from vllm_overlay.capture.session import CaptureSession
+
         if not isinstance(self, CaptureExtension):
             raise ActivationError(
                 f"vllm-overlay: expected {EXTENSION} among the bases of {type(self).__name__}, found none: the process "

@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +139,7 @@ class Recorder:
         try:
             if self._error is not None:
                 return  # the room is given back all the same: a step may be waiting for it, and raises next
-            self._check(plan, host)
+            refuse_bad_rows(plan, host.peaks, self._layer_ids, lambda key: self._open[key].facts.request_id)
             first = self._writer.append(host.rows)
             if first != plan.first_row:
                 raise CaptureError(f"expected the store to write row {plan.first_row}, found {first}")
@@ -149,24 +149,12 @@ class Recorder:
         finally:
             host.release()
 
-    def _check(self, plan: Plan, host: HostRows) -> None:
-        bad = ~(np.isfinite(host.peaks) & (host.peaks > 0))
-        if not bad.any():
-            return
-        row, column = map(int, np.argwhere(bad)[0])
-        key, position = _find_position(plan, row)
-        found = "all zero" if host.peaks[row, column] == 0 else "not finite"
-        raise CaptureError(
-            f"request {self._open[key].facts.request_id!r}, position {position}, layer {self._layer_ids[column]}: the "
-            f"row is {found}; the tap did not fire in this step, or the model itself computed it"
-        )
-
     def _take_tokens(self, plan: Plan, tokens: NDArray[np.int64]) -> None:
         for span in plan.spans:
             request = self._open[span.key]
             seen = tokens[span.offset : span.offset + span.length]
             if span.start < len(request.facts.prompt):
-                _check_prompt(request.facts, span.start, seen)
+                refuse_other_tokens(request.facts, span.start, seen)
             if span.start + span.length > len(request.facts.prompt):
                 request.generated.append((span.start, seen))
 
@@ -203,12 +191,28 @@ class Recorder:
         self._committed_at = time.monotonic()
 
 
+def refuse_bad_rows(
+    plan: Plan, peaks: NDArray[np.float32], layer_ids: Sequence[int], name_request: Callable[[str], str]
+) -> None:
+    """Errors: CaptureError naming the first row that is all zero or not finite. `peaks` is float32 `[rows, layers]`."""
+    bad = ~(np.isfinite(peaks) & (peaks > 0))
+    if not bad.any():
+        return
+    row, column = map(int, np.argwhere(bad)[0])
+    key, position = _find_position(plan, row)
+    found = "all zero" if peaks[row, column] == 0 else "not finite"
+    raise CaptureError(
+        f"request {name_request(key)!r}, position {position}, layer {layer_ids[column]}: the row is {found}; the tap "
+        "did not fire in this step, or the model itself computed it"
+    )
+
+
 def _find_position(plan: Plan, row: int) -> tuple[str, int]:
     span = next(s for s in plan.spans if s.offset <= row < s.offset + s.length)
     return span.key, span.start + row - span.offset
 
 
-def _check_prompt(facts: RequestFacts, start: int, seen: NDArray[np.int64]) -> None:
+def refuse_other_tokens(facts: RequestFacts, start: int, seen: NDArray[np.int64]) -> None:
     """Errors: CaptureError when the step computed another token than the prompt has there."""
     known = facts.prompt[start : start + len(seen)]
     wrong = np.flatnonzero((seen[: len(known)] != known) & (known >= 0))

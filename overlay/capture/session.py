@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from vllm_overlay.activation import current_ledger, current_settings
 from vllm_overlay.capture.finished import FinishedRequests
+from vllm_overlay.capture.limits import PARALLEL_SIZES, describe_parallelism, describe_runner
 from vllm_overlay.capture.options import RequestOptions, read_options
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.rows import NewRequest, RowBook, Step
-from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps, resolve_layer_ids
+from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import Transfer, open_transfer
 from vllm_overlay.compat.releases import Seam, seam_for
 from vllm_overlay.fingerprint import fingerprint_model
+from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.settings import Settings
 from vllm_overlay.store import StoreMeta, StoreWriter
 
@@ -41,11 +43,9 @@ class CaptureSession:
         self._max_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self.layer_ids = resolve_layer_ids(self._settings.layers, self._num_hidden_layers)
         runner = self._seam.runner_style(worker)
-        if runner not in self._seam.CAPTURED_RUNNERS:
-            raise CaptureError(
-                f"Model Runner {runner} of vLLM {current_ledger().vllm_version} is not captured, only "
-                f"{', '.join(self._seam.CAPTURED_RUNNERS)}: set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+        refusal = describe_runner(runner, self._seam.CAPTURED_RUNNERS, current_ledger().vllm_version)
+        if refusal:
+            raise CaptureError(refusal)
         self._recorder = self._open_recorder(config, runner)
         self._taps: Taps | None = None
         self._transfer: Transfer | None = None
@@ -235,11 +235,10 @@ def _prompt_tokens(request: Any) -> NDArray[np.int64]:
 
 def _refuse_parallelism(config: Any) -> None:
     """What is not captured yet is refused by name, before the weights are read."""
-    parallel = config.parallel_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1:
-            raise CaptureError(f"{name}={size}: capture runs on one rank so far; use 1, or unset VLLM_OVERLAY_CAPTURE")
+    for name in PARALLEL_SIZES:
+        refusal = describe_parallelism(name, getattr(config.parallel_config, name))
+        if refusal:
+            raise CaptureError(refusal)
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:
         raise CaptureError(
             "speculative decoding with async scheduling: the scheduler's positions run ahead of what is accepted, and "

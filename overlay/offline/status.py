@@ -25,7 +25,9 @@ def inspect_this_process() -> dict[str, Any]:
         problems.append(str(error))
     ledger = activation.describe_process()
     for entry in ledger["entries"].values():
-        if entry["state"] not in ("applied", "not needed here") and not problems:
+        # Its targets are in modules that only some programs import.
+        waits = entry["process"] == "any" and entry["state"] == "waiting for import"
+        if entry["state"] not in ("applied", "not needed here") and not waits and not problems:
             problems.append(f"{entry['name']}: {entry['state']} ({entry['reason']})")
     return {"processes": [ledger], "problems": problems}
 

@@ -51,7 +51,7 @@ def test_a_refusal_holds_at_the_second_import_too(stub: Path) -> None:
 def test_under_warn_a_newer_release_is_tried_loudly(stub: Path) -> None:
     done = run_python("import vllm; print(vllm.__version__)", ON | {"VLLM_OVERLAY_POLICY": "warn"}, stub)
     assert done.stdout.strip() == "9.9.9"
-    assert "WARNING: vLLM 9.9.9 is newer than the newest supported release and is treated as 0.32.0" in done.stderr
+    assert "WARNING: vLLM 9.9.9 is newer than the newest supported release and is treated as 0.33.0" in done.stderr
 
 
 @pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.16.0rc1", "0.10.2"])
@@ -98,3 +98,37 @@ def test_folders_refuse_to_be_imported_under_their_own_names(tmp_path: Path) -> 
         done = run_python(f"import {name}", {}, root)
         assert done.returncode == 1
         assert "this folder is the package vllm_overlay" in done.stderr
+
+
+def write_old_consumer(folder: Path, version: str) -> None:
+    """A speculators that uses its schemas while it is imported, before it imports vLLM; and a vLLM 0.16.0."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").write_text("__version__ = '0.16.0'\n")
+    (folder / "speculators" / "utils").mkdir(parents=True)
+    (folder / "speculators" / "__init__.py").write_text("import speculators.utils.pydantic_utils\n")
+    (folder / "speculators" / "utils" / "__init__.py").touch()
+    (folder / "speculators" / "utils" / "pydantic_utils.py").write_text(
+        "import pydantic\n"
+        "class ReloadableBaseModel(pydantic.BaseModel):\n"
+        "    @classmethod\n"
+        "    def reload_schema(cls): ...\n"
+    )
+    (folder / f"speculators-{version}.dist-info").mkdir()
+    (folder / f"speculators-{version}.dist-info" / "METADATA").write_text(f"Name: speculators\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("0.3.0", "applied"), ("0.4.0", "not needed here")], ids=["ours", "a later one"]
+)
+def test_a_package_that_starts_before_vllm_is_patched_in_the_versions_we_know(
+    tmp_path: Path, version: str, state: str
+) -> None:
+    pytest.importorskip("pydantic")
+    write_old_consumer(tmp_path, version)
+    code = (
+        "import sys, speculators; print('vllm' in sys.modules); import vllm\n"
+        "from vllm_overlay.activation import current_ledger\n"
+        "print(current_ledger().entries['name_torch_for_speculators'].state)"
+    )
+    done = run_python(code, ON, tmp_path)
+    assert done.stdout.split("\n")[:2] == [str(version == "0.3.0"), state], done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import wrapt
 
+from vllm_overlay.compat.packages import find_lack
 from vllm_overlay.patch import Patch, PatchError, Target, apply_patch, find_misfits
 
 MODULE = "stand_in_for_vllm"
@@ -147,3 +148,16 @@ def test_undo_leaves_what_somebody_wrapped_since(module: ModuleType) -> None:
     module.function = lambda value: ("theirs", ours(value))
     assert applied.undo() == [f"{MODULE}:function"]
     assert module.function(1) == ("theirs", ("ours", 1))
+
+
+@pytest.mark.parametrize(
+    ("requirement", "lack"),
+    [
+        ("wrapt>=1", None),
+        ("wrapt", None),
+        ("no-such-package==1.*", "no-such-package is not installed"),
+        ("wrapt<1", f"wrapt {wrapt.__version__} is outside <1"),
+    ],
+)
+def test_what_a_package_lacks(requirement: str, lack: str | None) -> None:
+    assert find_lack(requirement) == lack

@@ -11,12 +11,12 @@ import pytest
 from packaging.version import Version
 
 from vllm_overlay import compat
-from vllm_overlay.compat.releases import RELEASES, SUPPORTED, Seam, resolve_release, seam_for
+from vllm_overlay.compat.releases import READ, RELEASES, Seam, UnsupportedRelease, resolve_release, seam_for
 
 NAMES = {*Seam.__annotations__, *(name for name in vars(Seam) if not name.startswith("_"))}
 
 
-@pytest.mark.parametrize("release", SUPPORTED)
+@pytest.mark.parametrize("release", [*RELEASES, *READ])
 def test_every_seam_exports_every_name(release: str) -> None:
     seam = seam_for(release)
     assert len(NAMES) > 10
@@ -27,7 +27,7 @@ def test_functions_take_what_the_protocol_says() -> None:
     """mypy looks at the oldest definition of a name that a later module defines again; this looks at each."""
     functions = {name for name in NAMES if callable(getattr(Seam, name, None))}
     assert len(functions) > 5
-    for seam in RELEASES.values():
+    for seam in (RELEASES | READ).values():
         for name in functions:
             expected = list(inspect.signature(getattr(Seam, name)).parameters)[1:]
             assert list(inspect.signature(getattr(seam, name)).parameters) == expected, (name_of(seam), name)
@@ -38,18 +38,27 @@ def name_of(seam: Any) -> str:
 
 
 def test_a_seam_serves_no_release_that_is_older_than_it() -> None:
-    for release, seam in RELEASES.items():
+    for release, seam in (RELEASES | READ).items():
         first = Version(name_of(seam).removeprefix("since_").replace("_", "."))
         assert first.release[:2] <= Version(release).release[:2], f"{release} is served by {name_of(seam)}"
 
 
 def test_releases_are_in_order() -> None:
-    assert [Version(release) for release in SUPPORTED] == sorted(Version(release) for release in SUPPORTED)
+    versions = [Version(release) for release in [*RELEASES, *READ]]
+    assert versions == sorted(versions)
+
+
+def test_a_release_that_was_read_is_refused_unless_the_user_says_so() -> None:
+    with pytest.raises(UnsupportedRelease, match=r"VLLM_OVERLAY_POLICY=warn to try it as 0\.33\.0"):
+        resolve_release("0.33.0", policy="strict", stands_for=None)
+    assert resolve_release("0.33.0", policy="warn", stands_for=None) == "0.33.0"
+    assert resolve_release("0.34.1", policy="warn", stands_for=None) == "0.33.0"
+    assert resolve_release("0.1.dev1", policy="strict", stands_for="0.33.0") == "0.33.0"
 
 
 def test_every_seam_module_serves_a_release() -> None:
     files = {file.stem for file in Path(compat.__file__).parent.glob("since_*.py")}
-    assert files == {name_of(seam) for seam in RELEASES.values()}
+    assert files == {name_of(seam) for seam in (RELEASES | READ).values()}
 
 
 @pytest.mark.parametrize(
