@@ -1,8 +1,10 @@
-"""Every check of the project: style, types, import walls, and the tests, on each supported vLLM release.
+"""Every check of the project: style, types, import walls, and the tests, on three of the supported vLLM releases.
 
     sh tools/check.sh                        # all of it; what .ci/run does
-    sh tools/check.sh --release 0.16.0       # on one release
+    sh tools/check.sh --release 0.20.2       # on one release, any that has an environment
     sh tools/check.sh --without-engines      # all but the live tests
+
+The other releases are matrix.py's; the contract tests know all of them from committed data.
 
 Types, walls and tests look at what the built wheel installs, not at the working tree. A check that fails does not stop
 the others; the last line says which failed.
@@ -11,21 +13,55 @@ the others; the last line says which failed.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from environments import RELEASES, REPOSITORY, NoInterpreter, make_environment
+from environments import RELEASES, REPOSITORY, NoInterpreter, NoLibrary, make_environment, run_variables
 
 PYPROJECT = str(REPOSITORY / "pyproject.toml")
-WITHOUT_ENGINES = ("tests/contract", "tests/unit", "tests/patches", "tests/eagle3")
-WITH_ENGINES = ("tests/live",)
+WITHOUT_ENGINES = ("tests/unit", "tests/patches", "tests/eagle3")
+# Once: they look at the tree and at what is built of it, not at the vLLM that is installed.
+WITHOUT_VLLM = ("tests/contract",)
+
+NEWEST = "0.32.0"
+# The oldest line, which computes a step in one phase; one in the middle, without Model Runner V2; the newest.
+CHECKED = ("0.11.0", "0.16.0", NEWEST)
+
+
+# Live modules run two at a time: the processes of an engine start one after the other, most of the time on one core.
+LANES = 2
+
+
+@dataclass(frozen=True)
+class LiveModule:
+    """A module of tests/live. It runs on every release, or on some only, where what it tests does not vary."""
+
+    name: str
+    why: str
+    only_on: tuple[str, ...] = ()
+
+
+# The longest first, so that no lane is left with one at the end.
+LIVE = (
+    LiveModule("test_commands_live", "our own commands: of vLLM they use what capture uses", (NEWEST,)),
+    LiveModule("test_compiled_live", "two compilations; where the cache's key is made is tests/patches'", (NEWEST,)),
+    LiveModule("test_speculators_live", "old callers meet other walls on every release"),
+    LiveModule("test_old_calls_live", "every call form at once, on the release that has moved furthest", (NEWEST,)),
+    LiveModule("test_capture_live", "more cases of what test_matrix_live shows on every release", (NEWEST,)),
+    LiveModule("test_matrix_live", "what every release must show"),
+    LiveModule("test_status_live", "which processes there are: all in one, or a worker of its own", ("0.16.0", NEWEST)),
+    LiveModule("test_serve_live", "the server above the engine ends it in other ways", ("0.16.0", NEWEST)),
+    LiveModule("test_smollm2_live", "the model, not the release, is what it adds", (NEWEST,)),
+    LiveModule("test_prepare_live", "our own command; its one engine generates as any does", (NEWEST,)),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +73,7 @@ class Check:
     folder: Path
 
 
-def list_style_checks(bin_folder: Path) -> list[Check]:
+def list_single_checks(bin_folder: Path) -> list[Check]:
     """What does not depend on the vLLM release."""
     ruff = str(bin_folder / "ruff")
     tools = [str(file) for file in sorted((REPOSITORY / "tools").glob("*.py"))]
@@ -45,85 +81,104 @@ def list_style_checks(bin_folder: Path) -> list[Check]:
         Check("ruff", [ruff, "check", "."], REPOSITORY),
         Check("format", [ruff, "format", "--check", "."], REPOSITORY),
         Check("types of tools", [str(bin_folder / "mypy"), "--config-file", PYPROJECT, *tools], REPOSITORY),
+        Check("contract tests", [*pytest_of(bin_folder), *WITHOUT_VLLM], REPOSITORY),
     ]
 
 
-def list_release_checks(bin_folder: Path, elsewhere: Path, *, engines: bool) -> list[Check]:
-    """What is run on every release. `elsewhere` is a folder in which the working tree cannot be imported."""
-    pytest = [str(bin_folder / "python"), "-m", "pytest", "-p", "no:cacheprovider"]
-    checks = [
+def list_release_checks(bin_folder: Path, elsewhere: Path) -> list[Check]:
+    """What is run on every release without an engine. In `elsewhere` the working tree cannot be imported."""
+    return [
         Check("types", [str(bin_folder / "mypy"), "--config-file", PYPROJECT, "-p", "vllm_overlay"], elsewhere),
         Check("walls", [str(bin_folder / "lint-imports"), "--no-cache", "--config", PYPROJECT], elsewhere),
-        Check("tests", [*pytest, *WITHOUT_ENGINES], REPOSITORY),
+        Check("tests", [*pytest_of(bin_folder), *WITHOUT_ENGINES], REPOSITORY),
     ]
-    if engines:
-        checks.append(Check("live tests", [*pytest, "-v", "--durations=10", *WITH_ENGINES], REPOSITORY))
-    return checks
 
 
-def test_environment(bin_folder: Path) -> dict[str, str]:
-    """This process's variables, with none of vLLM's or ours, and the release's programs first on the PATH."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTHON"))}
-    return kept | {
-        "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "OMP_NUM_THREADS": "2",
-        # Threads that wait for each other by spinning are ten times slower when another process wants the core.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+def list_live_checks(release: str, bin_folder: Path) -> list[Check]:
+    """The modules of tests/live that run on a release."""
+    pytest = [*pytest_of(bin_folder), "-v", "--durations=5", "--durations-min=1"]
+    return [
+        Check(module.name, [*pytest, f"tests/live/{module.name}.py"], REPOSITORY)
+        for module in LIVE
+        if not module.only_on or release in module.only_on
+    ]
 
 
-def run_checks(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
-    """Run them all. Returns those that failed."""
-    failed = []
-    for check in checks:
-        title = f"{check.name} ({release})"
-        say(f"{title}: {shlex.join(check.command)}")
-        began = time.monotonic()
-        status = subprocess.run(check.command, cwd=check.folder, env=environment, check=False).returncode
-        if status != 0:
-            failed.append(title)
-        verdict = "passed" if status == 0 else f"FAILED, exit status {status},"
-        say(f"{title}: {verdict} in {time.monotonic() - began:.0f} s")
-    return failed
+def pytest_of(bin_folder: Path) -> list[str]:
+    return [str(bin_folder / "python"), "-m", "pytest", "-p", "no:cacheprovider"]
 
 
-def check_release(release: str, *, with_style: bool, engines: bool) -> list[str]:
-    """Make the release's environment and run the checks in it. Returns those that failed."""
+def run_one_by_one(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
+    """Run them all, their output as it comes. Returns those that failed."""
+    return list(filter(None, (run_check(release, check, environment) for check in checks)))
+
+
+def run_in_lanes(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
+    """Run them all, some at a time, the output of each when it has ended. Returns those that failed."""
+
+    def run_apart(check: Check) -> str | None:
+        with tempfile.TemporaryFile("w+") as output:
+            failed = run_check(release, check, environment, output)
+            output.seek(0)
+            say(f"what {check.name} ({release}) printed:\n{output.read()}")
+        return failed
+
+    with ThreadPoolExecutor(LANES) as lanes:
+        return list(filter(None, lanes.map(run_apart, checks)))
+
+
+def run_check(release: str, check: Check, environment: dict[str, str], output: IO[str] | None = None) -> str | None:
+    """Run it, and print there what it prints (None: with our own). Its title if it failed."""
+    title = f"{check.name} ({release})"
+    say(f"{title}: {shlex.join(check.command)}")
+    began = time.monotonic()
+    errors = subprocess.STDOUT if output else None
+    done = subprocess.run(check.command, cwd=check.folder, env=environment, check=False, stdout=output, stderr=errors)
+    verdict = "passed" if done.returncode == 0 else f"FAILED, exit status {done.returncode},"
+    say(f"{title}: {verdict} in {time.monotonic() - began:.0f} s")
+    return None if done.returncode == 0 else title
+
+
+def check_release(release: str, *, with_single: bool, engines: bool) -> list[str]:
+    """Make the release's environment and run the checks in it. Returns those that failed.
+
+    Errors: NoInterpreter, NoLibrary when this machine cannot run the release.
+    """
     say(f"environment of vLLM {release}")
     began = time.monotonic()
     try:
-        bin_folder = make_environment(RELEASES[release]) / "bin"
+        folder = make_environment(RELEASES[release])
     except subprocess.CalledProcessError as error:
         say(f"environment of vLLM {release}: FAILED: {error}")
         return [f"environment ({release})"]
     say(f"environment of vLLM {release}: ready in {time.monotonic() - began:.0f} s")
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-check-") as elsewhere:
-        checks = list_release_checks(bin_folder, Path(elsewhere), engines=engines)
-        if with_style:
-            checks = [*list_style_checks(bin_folder), *checks]
-        return run_checks(release, checks, test_environment(bin_folder))
+        variables = run_variables(RELEASES[release], folder)
+        checks = [*(list_single_checks(folder / "bin") if with_single else ())]
+        failed = run_one_by_one(release, [*checks, *list_release_checks(folder / "bin", Path(elsewhere))], variables)
+        return failed + run_in_lanes(release, list_live_checks(release, folder / "bin") if engines else [], variables)
 
 
 def say(text: str) -> None:
-    print(f"== check: {text}", flush=True)
+    # In one write: lanes print at the same time.
+    print(f"== check: {text}\n", end="", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the project's checks on each supported vLLM release.")
-    parser.add_argument("--release", choices=list(RELEASES), action="append", help="only this one (default: all)")
+    parser = argparse.ArgumentParser(description="Run the project's checks on supported vLLM releases.")
+    default = f"only this one, may be given again (default: {', '.join(CHECKED)})"
+    parser.add_argument("--release", choices=list(RELEASES), metavar="RELEASE", action="append", help=default)
     parser.add_argument("--without-engines", action="store_true", help="leave out tests/live (default: run them)")
     args = parser.parse_args()
     began = time.monotonic()
     checked: list[str] = []
     failed: list[str] = []
     left_out: list[str] = []
-    for release in args.release or list(RELEASES):
+    for release in args.release or CHECKED:
         try:
-            failed += check_release(release, with_style=not checked, engines=not args.without_engines)
+            failed += check_release(release, with_single=not checked, engines=not args.without_engines)
             checked.append(release)
-        except NoInterpreter as error:
+        except (NoInterpreter, NoLibrary) as error:
             left_out.append(str(error))
     for reason in left_out:
         say(f"LEFT OUT: {reason}")

