@@ -25,7 +25,7 @@ def make_model(name: str, getter: str) -> torch.nn.Module:
             return "the tower's own"
 
         def embed_input_ids(self) -> str:
-            return "the tower's own"
+            return "the tower's other"
 
     inner = type("Inner", (torch.nn.Module,), {name: embed})()
     inner.table = torch.nn.Embedding(4, 2)
@@ -62,6 +62,7 @@ def test_both_names(apply_shim: ApplyShim) -> None:
     assert getattr(model, other_getter)() == (2, 5)
     assert old_calls() == 2
     assert model.tower.get_input_embeddings() == "the tower's own"
+    assert model.tower.embed_input_ids() == "the tower's other"
     assert not hasattr(model.plain, other)
     assert other not in model.state_dict()
     twin = copy.deepcopy(model)

@@ -32,11 +32,13 @@ def executor(old_calls: Any) -> Any:
             self.worker = TwoPhaseWorker()
 
         def collective_rpc(self, method: str, args: Any = (), non_block: bool = False, **_: Any) -> Any:
-            answer = self.worker.answer(method, *args)
             if not non_block:
-                return answer
+                return self.worker.answer(method, *args)
             done: Future[Any] = Future()
-            done.set_result(answer)
+            try:
+                done.set_result(self.worker.answer(method, *args))
+            except ValueError as error:
+                done.set_exception(error)
             return done
 
     return Executor()
@@ -62,3 +64,14 @@ def test_a_future_is_one_of_the_finished_step(old_calls: Any, executor: Any) -> 
     note_scheduler(scheduler)
     assert executor.execute_model(step, non_block=True).result() == "output"
     assert old_calls() == 1
+
+
+def test_what_went_wrong_in_the_first_phase_reaches_who_waits(executor: Any) -> None:
+    """The second phase, which finds nothing to sample, would say nothing of it."""
+    scheduler, step = Scheduler(executor.vllm_config), Step()
+    note_scheduler(scheduler)
+    executor.worker.failure = ValueError("no such token")
+    future = executor.execute_model(step, non_block=True)
+    assert future.done()
+    with pytest.raises(ValueError, match="no such token"):
+        future.result()
