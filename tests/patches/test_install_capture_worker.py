@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from tests.patches.conftest import Apply
 from vllm_overlay.capture.extension import COMPOSED, EXTENSION
 from vllm_overlay.patches.install_capture_worker import PATCH
@@ -17,10 +19,10 @@ def test_the_extension_is_installed(apply: Apply) -> None:
 
 def test_the_users_extension_is_composed_with_ours(apply: Apply) -> None:
     from vllm.config import ParallelConfig
-    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     apply(PATCH)
     name = ParallelConfig(worker_extension_cls="collections.UserDict").worker_extension_cls
     assert name.startswith(COMPOSED)
-    extension = resolve_obj_by_qualname(name)
+    module, _, attribute = name.rpartition(".")  # as vLLM resolves it
+    extension = getattr(importlib.import_module(module), attribute)
     assert [base.__name__ for base in extension.__bases__] == ["CaptureExtension", "UserDict"]

@@ -26,7 +26,9 @@ def test_known_and_not_shown(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_cache_key_changes(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import envs
 
+    # 0.11.0 hashes a list of names that it has written down, and later releases whatever the table shows.
+    read_factors = envs.compute_hash if "compute_hash" in vars(envs) else envs.compile_factors
     monkeypatch.setenv("VLLM_OVERLAY_CAPTURE", "/a")
-    before = envs.compile_factors()
+    before = read_factors()
     apply(PATCH)
-    assert envs.compile_factors() == before
+    assert read_factors() == before
