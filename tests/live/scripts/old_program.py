@@ -162,6 +162,8 @@ if __name__ == "__main__":
             empty_steps += empty
         both_names = read_embeddings(executor, plan["prompts"][0]) if plan["executor"] == "uni" else None
     finally:
-        executor.shutdown()
+        # A worker in this process ends with it; 0.20.2's shutdown asks torch for a GPU where torch is built for one.
+        if plan["executor"] == "mp":
+            executor.shutdown()
     facts = {"answers": answers, "empty_steps": empty_steps, "both_names": both_names}
     Path(plan["out"]).write_text(json.dumps(facts))
