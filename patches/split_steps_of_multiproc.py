@@ -12,9 +12,6 @@ import wrapt
 from vllm_overlay.old_programs import keep_step
 from vllm_overlay.patch import Patch
 
-# By its module's name: in later releases the same method is `finish_steps_of_multiproc`'s.
-EXECUTE = "vllm.v1.executor.multiproc_executor:MultiprocExecutor.execute_model"
-
 
 def build(original: Any) -> Any:
     def execute(wrapped: Any, executor: Any, args: Any, kwargs: Any) -> Any:
@@ -33,10 +30,10 @@ def verify() -> None:
 
 PATCH = Patch(
     name="split_steps_of_multiproc",
-    targets=(EXECUTE,),
+    targets=("{MULTIPROC_EXECUTOR}:MultiprocExecutor.execute_model",),
     vllm="<0.11.1",
     process="any",
-    relies_on={EXECUTE: ("scheduler_output",)},
+    relies_on={"{MULTIPROC_EXECUTOR}:MultiprocExecutor.execute_model": ("scheduler_output",)},
     upstream="none: 0.11.1 has two phases",
     remove_when="0.11.0 is not supported any more",
     build=build,

@@ -54,7 +54,6 @@ def write_tiny_llama(
     stays under 1e-4. Heads of 64 are what vLLM's CPU attention takes in every release. The weights are wide enough that
     the best next token is not a matter of rounding.
     """
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -72,12 +71,19 @@ def write_tiny_llama(
         eos_token_id=END_OF_TURN,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).float()
-    model.save_pretrained(folder)
+    save_random(LlamaForCausalLM, config, folder, seed)
     tiny_tokenizer(chat_template).save_pretrained(folder)
     return folder
+
+
+def save_random(model_class: Any, config: Any, folder: Path, seed: int) -> None:
+    """A model with random float32 weights, the same for the same seed."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).float()
+    model.save_pretrained(folder)
 
 
 def write_tiny_deepseek(
@@ -90,7 +96,6 @@ def write_tiny_deepseek(
     Every token goes to all four experts: where it chooses, rounding to bfloat16 chooses others, and states are far
     apart for a good reason.
     """
-    import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
@@ -120,10 +125,7 @@ def write_tiny_deepseek(
         eos_token_id=END_OF_TURN,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = DeepseekV3ForCausalLM(config).float()
-    model.save_pretrained(folder)
+    save_random(DeepseekV3ForCausalLM, config, folder, seed)
     # transformers has no such fields and does what they say; vLLM's defaults are DeepSeek-V2's.
     as_v3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     file = folder / "config.json"

@@ -112,14 +112,22 @@ class CaptureSession:
 
     def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
         """Write the records of these last requests (key, tokens, reason), flush and close the store."""
+        last = list(ended)
         try:
-            for key, num_tokens, reason in ended:
-                self._finish(key, num_tokens, reason)
+            self._finish_all(last)
+        except SystemExit:
+            # vLLM raises it once, from its handler of SIGTERM, wherever this process is.
+            self._finish_all(last)
+            raise
         finally:
             self._recorder.close()
             self._warn_of_incomplete()
             if self._taps is not None:
                 self._taps.remove()
+
+    def _finish_all(self, ended: Iterable[tuple[str, int, str]]) -> None:
+        for key, num_tokens, reason in ended:
+            self._finish(key, num_tokens, reason)
 
     def _warn_of_incomplete(self) -> None:
         statistics = self._recorder.statistics

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import REPOSITORY
+from vllm_overlay.compat import releases
 from vllm_overlay.patches import PATCHES
 
 FILES = sorted(file for file in (REPOSITORY / "patches").glob("*.py") if file.stem != "__init__")
@@ -46,10 +47,14 @@ def test_every_patch_file_is_registered_under_its_own_name() -> None:
     assert sorted(patch.name for patch in PATCHES) == [file.stem for file in FILES]
 
 
-def test_no_target_is_in_two_patches() -> None:
-    targets = [target for patch in PATCHES for target in patch.targets]
-    targets += [one.place for patch in PATCHES for one in patch.restores]
+@pytest.mark.parametrize("release", [*releases.RELEASES, *releases.READ])
+def test_no_target_is_in_two_patches_of_a_release(release: str) -> None:
+    needed = [patch for patch in PATCHES if releases.is_needed(patch.vllm, release)]
+    targets = [str(target) for patch in needed for target in patch.resolve_targets(releases.seam_for(release))]
     assert len(set(targets)) == len(targets)
+
+
+def test_parameters_are_relied_on_of_targets_only() -> None:
     assert all(set(patch.relies_on) <= set(patch.targets) for patch in PATCHES)
 
 
