@@ -54,6 +54,15 @@ def test_under_warn_a_newer_release_is_tried_loudly(stub: Path) -> None:
     assert "WARNING: vLLM 9.9.9 is newer than the newest supported release and is treated as 0.33.0" in done.stderr
 
 
+def test_a_point_release_is_served_as_its_line_and_the_ledger_says_so(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.16.1'\n")
+    code = "import vllm; from vllm_overlay.activation import current_ledger; print(current_ledger().notices)"
+    done = run_python(code, ON, tmp_path)
+    assert done.stdout.strip() == "['vLLM 0.16.1 is treated as 0.16.0']"
+    assert "WARNING" not in done.stderr
+
+
 @pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.16.0rc1", "0.10.2"])
 def test_development_builds_and_old_releases_are_refused(tmp_path: Path, version: str) -> None:
     (tmp_path / "vllm").mkdir()
