@@ -99,9 +99,11 @@ def install_taps(
 ) -> Taps:
     """Tap the layers so that every forward fills the columns of the buffer, one per id, in the order given.
 
-    Errors: TapError when the first layer's forward has no `hidden_states` parameter (needed for id 0).
+    Errors: TapError when the first layer's forward has no `hidden_states` parameter (needed for id 0), or when a layer
+    is of another pipeline stage.
     """
-    device = next(layers[0].parameters()).device
+    _refuse_placeholders(layers, layer_ids)
+    device = next(layers[max(0, layer_ids[0] - 1)].parameters()).device
     buffer = torch.zeros(max_tokens, len(layer_ids), hidden_size, dtype=dtype, device=device)
     _BUFFERS[_CURRENT] = buffer
     handles = []
@@ -111,6 +113,13 @@ def install_taps(
         else:
             handles.append(layers[layer_id - 1].register_forward_hook(_OutputTap(column)))
     return Taps(tuple(layer_ids), buffer, tuple(handles))
+
+
+def _refuse_placeholders(layers: Sequence[nn.Module], layer_ids: Sequence[int]) -> None:
+    """A pipeline stage's model has modules without parameters in the places of the other stages' layers."""
+    elsewhere = [k for k in layer_ids if next(layers[max(0, k - 1)].parameters(), None) is None]
+    if elsewhere:
+        raise TapError(f"layers of ids {elsewhere} are not on this pipeline stage: their places have no parameters")
 
 
 class _OutputTap:
