@@ -17,7 +17,8 @@ from vllm_overlay.store.meta import StoreMeta
 logger = logging.getLogger("vllm_overlay.store")
 
 INDEX_FILE = "index.sqlite"
-SCHEMA_VERSION = 1
+# 1: a record's checksum goes over its rows. 2: over the hashes of its rows (see checksum.py).
+SCHEMA_VERSION = 2
 WAIT_FOR_OTHER_WRITERS_S = 60
 
 # records: only ever added, so that ids are 1, 2, 3, ... in the order of their commits, across all writers. The blobs
@@ -61,7 +62,10 @@ class Index:
 
     @classmethod
     def open_for_writing(cls, folder: Path, meta: StoreMeta) -> Index:
-        """Create or open the index of `folder`. Raises StoreError if its rows are of another kind or it is newer."""
+        """Create or open the index of `folder`.
+
+        Raises StoreError if its rows are of another kind, or it was written in an older or newer schema.
+        """
         index = cls(folder, "rwc")
         try:
             index.execute("PRAGMA journal_mode=WAL")
@@ -70,6 +74,12 @@ class Index:
             if not index.has_schema():
                 index._create_schema(meta)
             misfits = meta.misfits(index.read_meta())
+            version = index.read_version()
+            if version < SCHEMA_VERSION:
+                raise StoreError(
+                    f"{folder} was written in version {version} of the store's schema, which this release reads and "
+                    f"adds nothing to (it writes version {SCHEMA_VERSION}): use another folder"
+                )
         except BaseException:
             index.close()
             raise
@@ -123,13 +133,17 @@ class Index:
 
     def read_meta(self) -> StoreMeta:
         """Raises StoreError if the index was written in a newer schema."""
-        version, text = self.execute("SELECT schema_version, meta FROM meta")[0]
+        version, text = self.read_version(), self.execute("SELECT meta FROM meta")[0][0]
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path.parent} was written in version {version} of the store's schema, "
                 f"and this release reads up to version {SCHEMA_VERSION}: upgrade vllm-overlay"
             )
         return StoreMeta.from_json(text)
+
+    def read_version(self) -> int:
+        """The version of the schema that the index was written in."""
+        return int(self.execute("SELECT schema_version FROM meta")[0][0])
 
     def read_shards(self, log: int) -> list[ShardRows]:
         found = self.execute("SELECT number, file, first_row, rows FROM shards WHERE log = ? ORDER BY number", (log,))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_overlay.store.checksum import compute_checksum
+from vllm_overlay.store.checksum import COMPUTE_CHECKSUM
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError, naming_path
 from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents
 from vllm_overlay.store.index import Index
@@ -163,6 +163,7 @@ class Store:
         self._pid = os.getpid()
         try:
             self.meta = self._index.read_meta()
+            self._compute_checksum = COMPUTE_CHECKSUM[self._index.read_version()]
         except BaseException:
             self._index.close()
             raise
@@ -221,7 +222,7 @@ class Store:
         rows = unpack_extents(extents)
         self._learn(log, rows)
         try:
-            found = compute_checksum(
+            found = self._compute_checksum(
                 token_ids, rows, self.meta.row_bytes, lambda start, out: self._read(log, start, out)
             )
         except StoreError as error:

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store.checksum import compute_checksum
+from vllm_overlay.store.checksum import checksum_hashes, hash_rows
 from vllm_overlay.store.errors import StoreError
 from vllm_overlay.store.extents import find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.log import LogLock, RowLog, lock_store, name_lock
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.recovery import recover_logs
+from vllm_overlay.store.row_hashes import RowHashes
 
 DEFAULT_SHARD_BYTES = 1 << 30
 
@@ -62,6 +63,7 @@ class StoreWriter:
         self._index = index
         self._log = log
         self._rows = rows
+        self._hashes = RowHashes(meta.row_bytes)
         self._lock = threading.Lock()
         self._closed = False
         self._shards_in_index = 0
@@ -108,9 +110,13 @@ class StoreWriter:
             raise StoreError(f"this store takes rows {wanted}, not {list(rows.shape)} of {rows.dtype}")
         if rows.device.type != "cpu" or not rows.is_contiguous():
             raise StoreError(f"rows must be contiguous on the CPU, not on {rows.device} with strides {rows.stride()}")
+        data = _view_bytes(rows)
+        hashes = hash_rows(data, self.meta.row_bytes)
         with self._lock:
             self._check_open()
-            return self._rows.append(_view_bytes(rows))
+            first = self._rows.append(data)
+            self._hashes.put(first, hashes)
+        return first
 
     def read_rows(self, start: int, count: int) -> torch.Tensor:
         """Rows `[count, layers, hidden]` of this log, a copy. Raises StoreError if they were not all appended."""
@@ -216,7 +222,7 @@ class StoreWriter:
             int(record.complete),
             record.finish_reason,
             record.tag,
-            compute_checksum(token_ids, extents, self.meta.row_bytes, self._rows.read),
+            checksum_hashes(token_ids, self._hashes.find(record.rows[record.rows >= 0], self._rows.read)),
             time.time(),
             pack_extents(extents),
             None if record.loss_mask is None else record.loss_mask.tobytes(),
