@@ -11,7 +11,6 @@ decoder layers, id N the stream before the final norm.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_overlay.capture.limits import CAPTURED_OUTPUT, describe_first_layer
-from vllm_overlay.errors import OverlayError
+from vllm_overlay.capture.layers import TapError, bind, find_decoder_layers, read_input, read_output
+from vllm_overlay.capture.limits import CAPTURED_OUTPUT, describe_stream
+
+__all__ = ["TapError", "Taps", "find_decoder_layers", "install_taps"]
 
 # Part of the compile-cache key: raise it when what the taps compile to changes.
 TAP_FORMAT = 1
@@ -30,10 +31,6 @@ _CURRENT = "current"
 
 _LIBRARY: Any = torch.library.Library("vllm_overlay", "DEF")
 _LIBRARY.define("tap(Tensor hidden, Tensor? residual, int column) -> Tensor")
-
-
-class TapError(OverlayError):
-    """The model has no layers that can be tapped as asked."""
 
 
 def _tap(hidden: torch.Tensor, residual: torch.Tensor | None, column: int) -> torch.Tensor:
@@ -75,32 +72,13 @@ class Taps:
             handle.remove()
 
 
-def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> list[nn.Module]:
-    """The model's decoder layers in order. Errors: TapError naming what was found instead."""
-    found = {
-        name: list(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == num_hidden_layers
-        and not _is_encoder(name)
-        and type(module[0]).__name__.endswith(("Layer", "Block"))
-    }
-    outermost = {name: layers for name, layers in found.items() if not _has_parent(name, found)}
-    if len(outermost) == 1:
-        return next(iter(outermost.values()))
-    raise TapError(
-        f"expected one list of {num_hidden_layers} decoder layers in {type(model).__name__}, "
-        f"found {', '.join(sorted(outermost)) or 'none'}"
-    )
-
-
 def install_taps(
     layers: Sequence[nn.Module], layer_ids: Sequence[int], *, max_tokens: int, hidden_size: int, dtype: torch.dtype
 ) -> Taps:
     """Tap the layers so that every forward fills the columns of the buffer, one per id, in the order given.
 
-    Errors: TapError when the first layer's forward has no `hidden_states` parameter (needed for id 0), or when a layer
-    is of another pipeline stage.
+    Errors: TapError when a layer's forward does not say where the stream is, or a layer is of another pipeline stage;
+    and from a tapped layer, in the model's first step, when what it hands on is not one stream of this width.
     """
     _refuse_placeholders(layers, layer_ids)
     device = next(layers[max(0, layer_ids[0] - 1)].parameters()).device
@@ -109,9 +87,10 @@ def install_taps(
     handles = []
     for column, layer_id in enumerate(layer_ids):
         if layer_id == 0:
-            handles.append(_tap_input(layers[0], column))
+            handles.append(_tap_input(layers[0], column, hidden_size))
         else:
-            handles.append(layers[layer_id - 1].register_forward_hook(_OutputTap(column)))
+            layer = layers[layer_id - 1]
+            handles.append(layer.register_forward_hook(_OutputTap(layer, column, hidden_size)))
     return Taps(tuple(layer_ids), buffer, tuple(handles))
 
 
@@ -123,48 +102,47 @@ def _refuse_placeholders(layers: Sequence[nn.Module], layer_ids: Sequence[int]) 
 
 
 class _OutputTap:
-    """A forward hook: taps what a layer returns, `hidden` or (`hidden`, `residual`)."""
+    """A forward hook: taps what a layer returns."""
 
-    def __init__(self, column: int) -> None:
+    def __init__(self, layer: nn.Module, column: int, hidden_size: int) -> None:
         self.column = column
+        self.hidden_size = hidden_size
+        self.stream = read_output(layer)
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
+            _refuse_streams(layer, output, None, self.hidden_size)
             return torch.ops.vllm_overlay.tap(output, None, self.column)
-        if isinstance(output, tuple) and len(output) == 2:
-            hidden, residual = output
-            return torch.ops.vllm_overlay.tap(hidden, residual, self.column), residual
-        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
-        raise TapError(f"{type(layer).__name__} returns {what}; expected {CAPTURED_OUTPUT}")
+        if not isinstance(output, tuple):
+            raise TapError(f"{type(layer).__name__} returns {type(output).__name__}; expected {CAPTURED_OUTPUT}")
+        hidden, place = output[self.stream.hidden], self.stream.residual
+        residual = output[place] if place is not None and place < len(output) else None
+        _refuse_streams(layer, hidden, residual, self.hidden_size)
+        tapped = torch.ops.vllm_overlay.tap(hidden, residual, self.column)
+        return (tapped, *output[1:])
 
 
-def _tap_input(layer: nn.Module, column: int) -> Any:
+def _tap_input(layer: nn.Module, column: int, hidden_size: int) -> Any:
     """Tap what the first layer receives. Its arguments are bound by the layer's own signature."""
-    signature = inspect.signature(layer.forward)
-    refusal = describe_first_layer(type(layer).__name__, list(signature.parameters))
-    if refusal:
-        raise TapError(refusal)
-    names = list(signature.parameters)
-    index = names.index("hidden_states")
-    residual_index = names.index("residual") if "residual" in names else -1
+    stream = read_input(layer)
 
     def tap_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        residual = kwargs.get("residual")
-        if 0 <= residual_index < len(args):
-            residual = args[residual_index]
-        if index < len(args):
-            tapped = torch.ops.vllm_overlay.tap(args[index], residual, column)
-            return (*args[:index], tapped, *args[index + 1 :]), kwargs
-        tapped = torch.ops.vllm_overlay.tap(kwargs["hidden_states"], residual, column)
-        return args, {**kwargs, "hidden_states": tapped}
+        hidden, residual = bind(stream, args, kwargs)
+        _refuse_streams(module, hidden, residual, hidden_size)
+        tapped = torch.ops.vllm_overlay.tap(hidden, residual, column)
+        place = stream.hidden_place
+        if place < len(args):
+            return (*args[:place], tapped, *args[place + 1 :]), kwargs
+        return args, {**kwargs, stream.hidden: tapped}
 
     return layer.register_forward_pre_hook(tap_arguments, with_kwargs=True)
 
 
-def _is_encoder(name: str) -> bool:
-    """Vision and audio towers have layers of their own, sometimes as many as the text model."""
-    return any(word in name for word in ("vision", "visual", "audio", "image", "encoder"))
-
-
-def _has_parent(name: str, others: dict[str, Any]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)
+def _refuse_streams(layer: nn.Module, hidden: Any, residual: Any, hidden_size: int) -> None:
+    """Errors: TapError when what would be tapped is not one stream of width `hidden_size`."""
+    for what, value in (("hidden states", hidden), ("a residual", residual)):
+        if value is None and what == "a residual":
+            continue
+        refusal = describe_stream(type(layer).__name__, what, getattr(value, "shape", None), hidden_size)
+        if refusal:
+            raise TapError(refusal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from vllm_overlay.capture.limits import describe_first_layer, describe_output
+from vllm_overlay.capture.limits import STREAM_NAMES, describe_first_layer, describe_output, describe_streams
 from vllm_overlay.check.architecture import Served
 from vllm_overlay.check.line import Line
 from vllm_overlay.check.model import ModelFacts
@@ -56,7 +56,15 @@ def check_first_layer(served: Served, ids: Sequence[int]) -> Iterator[Line]:
     for kind in served.decoder.kinds[:1]:
         refusal = describe_first_layer(kind.name, [one.name for one in kind.parameters])
         if refusal:
-            yield Line("layer id 0", "fails", "a first layer that takes 'hidden_states'", refusal, "leave out id 0")
+            expected = f"a first layer that takes one of {', '.join(STREAM_NAMES)}"
+            yield Line("layer id 0", "fails", expected, refusal.partition(";")[0], "leave out id 0")
+
+
+def check_streams(facts: ModelFacts) -> Iterator[Line]:
+    """Whether the configuration says that there is no one residual stream to capture."""
+    refusal = describe_streams(facts.text)
+    if refusal:
+        yield Line("residual stream", "fails", "one, which passes each layer once", refusal, "capture another model")
 
 
 def check_deepseek(served: Served, facts: ModelFacts) -> Iterator[Line]:
@@ -121,33 +129,34 @@ def _check_calls(decoder: Decoder) -> Iterator[Line]:
 
 
 def _check_returns(decoder: Decoder) -> Iterator[Line]:
-    expected = "one tensor or (hidden, residual) of width hidden_size"
+    expected = "one tensor, or hidden states and the residual, of width hidden_size"
     for kind in decoder.kinds:
-        count, written = read_output(kind, decoder.calls)
-        refusal = describe_output(kind.name, count) if count else None
+        returned, written = read_output(kind, decoder.calls)
+        carries_residual = any(one.name == "residual" for one in kind.parameters)
+        refusal = describe_output(kind.name, returned, carries_residual)
         if refusal:
-            advice = "capture refuses such layers so far, when the first step runs"
-            yield Line("layer output", "fails", expected, f"{refusal.partition(';')[0]}: {written}", advice)
-        elif count:
+            advice = "capture refuses such layers, when the model has been built"
+            yield Line("layer output", "fails", expected, refusal.partition(";")[0], advice)
+        elif returned:
             yield Line("layer output", "ok", expected, f"{kind.name}: {written}")
         else:
             found = f"not read: {kind.name} returns in more than one way"
             yield Line("layer output", "warning", expected, found, _TRY_FIRST)
 
 
-def read_output(kind: LayerClass, calls: tuple[LoopCall, ...]) -> tuple[int, str]:
-    """How many values a layer returns, and how they are written: by its `return`, or else as the model takes them.
+def read_output(kind: LayerClass, calls: tuple[LoopCall, ...]) -> tuple[tuple[str, ...], str]:
+    """What a layer returns, value by value and as written: by its `return`, or else as the model takes it.
 
-    0 if neither says.
+    Empty if neither says.
     """
-    taken = max((call.result for call in calls), key=_count, default="")
-    written = kind.returns if _count(kind.returns) >= _count(taken) else taken
-    return _count(written), written.strip("()")
+    taken = max((call.result for call in calls), key=lambda text: len(_list_values(text)), default="")
+    written = kind.returns if len(_list_values(kind.returns)) >= len(_list_values(taken)) else taken
+    return _list_values(written), written.strip("()")
 
 
-def _count(text: str) -> int:
-    """How many values an expression or a target is; 0 if it does not say."""
+def _list_values(text: str) -> tuple[str, ...]:
+    """The values of an expression or a target, as written; none if it does not say."""
     if not text:
-        return 0
+        return ()
     value = ast.parse(text.strip(), mode="eval").body
-    return len(value.elts) if isinstance(value, ast.Tuple) else 1
+    return tuple(ast.unparse(one) for one in value.elts) if isinstance(value, ast.Tuple) else (text,)

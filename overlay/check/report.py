@@ -14,7 +14,13 @@ from vllm_overlay.check.architecture import check_architecture, find_served
 from vllm_overlay.check.caching import check_caching
 from vllm_overlay.check.environment import check_environment
 from vllm_overlay.check.installation import Installation, check_installation, read_installation, settle
-from vllm_overlay.check.layers import check_decoder_layers, check_deepseek, check_first_layer, check_layer_ids
+from vllm_overlay.check.layers import (
+    check_decoder_layers,
+    check_deepseek,
+    check_first_layer,
+    check_layer_ids,
+    check_streams,
+)
 from vllm_overlay.check.line import Line
 from vllm_overlay.check.model import ModelFacts, check_model, read_model
 from vllm_overlay.check.parallelism import check_parallelism
@@ -72,6 +78,7 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> Report:
         layers = settings.layers if settings and plan.layers is None else plan.layers
         line, ids = check_layer_ids("eagle3" if layers is None else layers, facts)
         lines.append(line)
+        lines += check_streams(facts)
         lines += check_parallelism(plan.tensor_parallel_size, facts)
     if ids and facts is not None:
         lines += check_space(facts, len(ids), plan.num_tokens, settings.capture if settings else None)

@@ -92,11 +92,11 @@ def test_layers_that_return_more_than_a_pair(
             installed,
             LLAMA_FILE,
             "        return hidden_states, residual\n",
-            "        return hidden_states, residual, None\n",
+            "        return hidden_states, positions, hidden_states\n",
         )
     )
     line = only_failing(write_config(LLAMA))
-    assert "LlamaDecoderLayer returns a tuple of 3: hidden_states, residual, None" in line.found
+    assert "LlamaDecoderLayer returns a tuple of 3, (hidden_states, positions, hidden_states)" in line.found
 
 
 def test_the_embeddings_of_a_layer_that_names_them_otherwise(
@@ -108,9 +108,16 @@ def test_the_embeddings_of_a_layer_that_names_them_otherwise(
     replace_files(
         {
             "vllm/model_executor/models/opt.py": text.replace(
-                forward, forward.replace("hidden_states: torch", "x: torch", 1), 1
+                forward, forward.replace("hidden_states: torch", "rows: torch", 1), 1
             )
         }
     )
     config = {**LLAMA, "architectures": ["OPTForCausalLM"], "model_type": "opt"}
     assert only_failing(write_config(config), layers="0,2").subject == "layer id 0"
+
+
+def test_a_model_without_one_residual_stream(installed: VllmSource, write_config: WriteConfig) -> None:
+    """Hyper-connections, which config.json tells before the weights are read."""
+    line = only_failing(write_config({**LLAMA, "hc_mult": 4}))
+    assert line.subject == "residual stream"
+    assert line.found.startswith("hc_mult=4: the layers hand on 4 streams")

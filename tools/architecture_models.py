@@ -1,0 +1,142 @@
+"""Tiny checkpoints of any architecture: its own configuration class, made small, and random weights.
+
+Three ways, the first that there is: a class of transformers, whose weights are saved and whose forward is the
+reference; a configuration class of vLLM; or bare fields where neither has one, because the published checkpoints bring
+code of their own. The last two have weights that vLLM makes itself (`load_format="dummy"`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from architecture_fields import ALIASES, BARE, BARE_FIELDS, EXTRA, SIZES
+
+VOCABULARY = 128
+SPREAD = 0.08
+
+# The configuration of a model that neither transformers nor vLLM has a class for takes whatever fields it is given.
+BARE_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "{model_type}"
+"""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config.json. `reference` is the transformers class of its weights, None if vLLM makes them.
+
+    `config` is the name of the configuration's class.
+    """
+
+    folder: Path
+    source: Literal["transformers", "vllm", "fields"]
+    config: str
+    reference: type | None
+
+
+class NoRecipe(Exception):
+    """Nothing says how this architecture is configured."""
+
+
+def write_checkpoint(architecture: str, folder: Path, seed: int = 0) -> Checkpoint:
+    """A random checkpoint in `folder`. Errors: NoRecipe, and what a configuration class raises."""
+    import transformers
+
+    name = ALIASES.get(architecture, architecture)
+    folder.mkdir(parents=True, exist_ok=True)
+    model_class = getattr(transformers, name, None)
+    if model_class is not None and getattr(model_class, "config_class", None) is not None:
+        config = shrink(model_class.config_class, EXTRA.get(architecture, {}))
+        _write_weights(model_class, config, folder, seed)
+        _write_config(folder, architecture, {})
+        return Checkpoint(folder, "transformers", type(config).__name__, model_class)
+    config_class = _find_vllm_config(architecture)
+    if config_class is not None:
+        config = shrink(config_class, EXTRA.get(architecture, {}))
+        config.save_pretrained(folder)
+        _write_config(folder, architecture, {"dtype": "float32", "torch_dtype": "float32"})
+        return Checkpoint(folder, "vllm", config_class.__name__, None)
+    if architecture not in BARE:
+        raise NoRecipe(f"neither transformers {transformers.__version__} nor vLLM has a configuration for it")
+    fields = {**BARE_FIELDS, **BARE[architecture]}
+    (folder / "configuration_tiny.py").write_text(BARE_CONFIGURATION.format(model_type=fields["model_type"]))
+    fields["auto_map"] = {"AutoConfig": "configuration_tiny.TinyConfig"}
+    (folder / "config.json").write_text(json.dumps({**fields, "architectures": [architecture]}, indent=2))
+    return Checkpoint(folder, "fields", f"fields of {fields['model_type']}", None)
+
+
+def shrink(config_class: Any, extra: Mapping[str, Any]) -> Any:
+    """A small configuration of a class: every size that it has made small, every other field as the class has it."""
+    whole = config_class()
+    fields = {name: value for name, value in SIZES.items() if _has(whole, name)}
+    if _has(whole, "kv_lora_rank"):
+        # Latent attention: as many key-value heads as heads.
+        fields |= {name: 2 for name in ("num_key_value_heads",) if name in fields}
+    if "layers_block_type" not in extra:
+        fields |= _shrink_pattern(whole, "layer_types", int(fields.get("num_hidden_layers", 4)))
+    for name in ("text_config", "vision_config", "audio_config"):
+        part = getattr(whole, name, None)
+        if part is None or isinstance(part, Mapping):
+            continue
+        # As a plain object: some classes take nothing else.
+        small = shrink(type(part), extra.get(name, {})).to_dict()
+        fields[name] = {**small, "model_type": type(part).model_type}
+    fields |= {name: value for name, value in extra.items() if not isinstance(value, Mapping) or name not in fields}
+    return config_class(**{name: value for name, value in fields.items() if value is not _ABSENT})
+
+
+_ABSENT = object()
+
+
+def _has(config: Any, name: str) -> bool:
+    return name in config.to_dict() or name in getattr(type(config), "attribute_map", {})
+
+
+def _shrink_pattern(whole: Any, name: str, layers: int) -> dict[str, Any]:
+    """Each kind of layer that the pattern has, in the order of their first place, over again."""
+    pattern = getattr(whole, name, None)
+    written_as = getattr(type(whole), "attribute_map", {}).get(name, name)
+    is_derived = isinstance(getattr(type(whole), written_as, None), property)
+    if is_derived or not pattern or not isinstance(pattern, list | tuple):
+        return {}
+    kinds = list(dict.fromkeys(pattern))
+    count = max(layers, len(kinds))
+    return {name: (kinds * count)[:count], "num_hidden_layers": count}
+
+
+def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> None:
+    """Random weights; norms that are not the identity, so that a state taken behind one is seen to be another."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(copy.deepcopy(config)).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim >= 2:
+                    parameter.copy_(torch.randn_like(parameter) * SPREAD)
+                elif "norm" in name or "ln_" in name or name.endswith("bias"):
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+
+
+def _write_config(folder: Path, architecture: str, more: Mapping[str, Any]) -> None:
+    file = folder / "config.json"
+    fields = json.loads(file.read_text()) | more | {"architectures": [architecture]}
+    file.write_text(json.dumps(fields, indent=2))
+
+
+def _find_vllm_config(architecture: str) -> Any:
+    """vLLM's own configuration class of an architecture, by the model type that EXTRA names."""
+    from vllm.transformers_utils import config as vllm_config
+
+    model_type = EXTRA.get(architecture, {}).get("model_type")
+    return vllm_config._CONFIG_REGISTRY.get(model_type)

@@ -1,0 +1,400 @@
+"""Architectures through the real engine on the CPU, one after the other, each in a fork of a process that has imported
+everything: a crash or a hang costs one architecture, and nothing is imported twice.
+
+    python architecture_run.py FOLDER NAME...     # prints one line of JSON for each, as it is done
+
+With `VLLM_OVERLAY=1` in the environment every layer is captured and judged; without, the engine only runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from architecture_fields import ENGINE
+from architecture_models import Checkpoint, NoRecipe, write_checkpoint
+
+Verdict = Literal["equal", "consistent", "refused", "cannot be built", "differs", "fails", "no recipe", "runs"]
+
+SECONDS = 150
+TOLERANCE = 1e-4
+PROMPTS = tuple([(7 * i + 13 * j) % 120 + 4 for j in range(length)] for i, length in enumerate((5, 19, 33)))
+NEW_TOKENS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a run showed of an architecture.
+
+    `difference` is the largest distance of a captured row from transformers', over the row's own size. `engine_class`
+    is the class in vLLM that served it, `config` the configuration's class, `reason` why it is not captured, or what
+    there is to say.
+    """
+
+    architecture: str
+    verdict: Verdict
+    reason: str = ""
+    engine_class: str = ""
+    config: str = ""
+    dtype: str = "float32"
+    layers: int = 0
+    rows: int = 0
+    difference: float | None = None
+    seconds: float = 0.0
+
+
+class Watch:
+    """Hooks of our own on the built model, beside the taps: what every layer receives, and what follows the last."""
+
+    def __init__(self, worker: Any) -> None:
+        from vllm_overlay.capture.layers import find_decoder_layers
+
+        self.model = worker.get_model()
+        self.session = worker.overlay_session
+        self.config = worker.vllm_config
+        self.hidden_size = int(worker.vllm_config.model_config.get_hidden_size())
+        count = int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
+        self.layers = find_decoder_layers(self.model, count)
+        self.inputs: dict[int, Any] = {}
+        self.rows: set[bytes] = set()
+        self.norm: Any = None
+        self.is_after_last = False
+        self.faults: list[str] = []
+        for module in self.model.modules():
+            module.register_forward_pre_hook(self._note_next, with_kwargs=True)
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_pre_hook(self._make_note(index), with_kwargs=True)
+        self.layers[-1].register_forward_hook(self._note_end)
+
+    def _make_note(self, index: int) -> Any:
+        def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+            self.inputs[index] = self._read_stream(bound.arguments)
+
+        return note
+
+    def _read_stream(self, arguments: dict[str, Any]) -> Any:
+        """The residual stream among a layer's arguments: the first of width H, and what is called residual."""
+        import torch
+
+        named: dict[str, Any] = {}
+        for name, value in arguments.items():
+            named |= value if isinstance(value, dict) else {name: value}
+        wide = {
+            name: value.reshape(-1, self.hidden_size)
+            for name, value in named.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == self.hidden_size
+        }
+        hidden = next((value for name, value in wide.items() if "residual" not in name), None)
+        residual = wide.get("residual")
+        if hidden is None:
+            return None
+        return (hidden if residual is None else hidden + residual).clone()
+
+    def _note_end(self, layer: Any, args: Any, output: Any) -> None:
+        self.is_after_last = True
+        if 0 not in self.inputs or self.inputs[0] is None:
+            self.faults.append("the first layer received no tensor of the model's width")
+            return
+        rows = len(self.inputs[0])
+        captured = self.session._taps.buffer[:rows]  # [tokens, ids, hidden]
+        for index in range(len(self.layers)):
+            stream = self.inputs.get(index)
+            if stream is None or stream.shape != captured[:, index].shape or not stream.equal(captured[:, index]):
+                self.faults.append(f"id {index} is not what layer {index} receives")
+        self.rows |= {row.contiguous().numpy().tobytes() for row in captured.float().cpu()}
+
+    def _note_next(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        if not self.is_after_last:
+            return
+        wide = [
+            value.reshape(-1, self.hidden_size)
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == self.hidden_size
+        ]
+        if not wide:
+            return
+        self.is_after_last = False
+        stream = wide[0] if len(wide) == 1 else wide[0] + wide[1]
+        if not stream.equal(self.session._taps.buffer[: len(stream), -1]):
+            self.faults.append(
+                f"id {len(self.layers)} is not what {type(module).__name__} receives after the last layer"
+            )
+        self.norm = module
+
+    def predict(self, states: Any) -> list[int]:
+        """The greedy token after each row of the last id: lm_head(norm(state))."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        with torch.inference_mode(), set_current_vllm_config(self.config):
+            normed = self.norm(states.to(next(self.norm.parameters()).dtype))
+            logits = self.model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
+        return [int(one) for one in logits.argmax(dim=-1)]
+
+
+def run_engine(checkpoint: Checkpoint, architecture: str, dtype: str) -> Any:
+    """An engine in this process, and what it generated."""
+    from vllm import LLM
+
+    options = {
+        "model": str(checkpoint.folder),
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        **ENGINE.get(architecture, {}),
+    }
+    if checkpoint.source != "transformers":
+        options["load_format"] = "dummy"
+        _widen_dummy_weights()
+    if checkpoint.source == "fields":
+        options["trust_remote_code"] = True
+    if _is_multimodal(architecture):
+        options["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
+    return LLM(**options)
+
+
+def generate(llm: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return outputs
+
+
+def _is_multimodal(architecture: str) -> bool:
+    from vllm.model_executor.models import registry
+
+    return architecture in registry._MULTIMODAL_MODELS
+
+
+def _widen_dummy_weights() -> None:
+    """vLLM's own dummy weights are of size 1e-3, where every state is nearly the embedding; these are of size 0.1."""
+    import functools
+
+    from vllm.model_executor.model_loader import dummy_loader
+
+    for name in ("initialize_dummy_weights", "initialize_single_dummy_weight"):
+        function = getattr(dummy_loader, name, None)
+        if function is not None:
+            setattr(dummy_loader, name, functools.partial(function, low=-0.15, high=0.15))
+
+
+def examine(architecture: str, folder: Path, store: Path | None) -> Finding:
+    """Build, run and judge one architecture."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    try:
+        checkpoint = write_checkpoint(architecture, folder)
+    except NoRecipe as error:
+        return Finding(architecture, "no recipe", str(error))
+    # Otherwise vLLM imports itself once more in a process of its own, to ask the class a few questions.
+    engine_class = ".".join(_VLLM_MODELS[architecture])
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    finding = Finding(architecture, "runs", engine_class=engine_class, config=checkpoint.config)
+    llm = run_engine(checkpoint, architecture, "float32")
+    if store is None:
+        generate(llm)
+        return finding
+    return judge(llm, checkpoint, store, finding)
+
+
+def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Finding:
+    """Generate, and compare what was captured with transformers, or with itself."""
+    from vllm_overlay.store import Store
+
+    watches: list[Watch] = llm.collective_rpc(_watch)
+    outputs = generate(llm)
+    llm.collective_rpc("overlay_flush")
+    [watch] = watches
+    opened = Store.open(store)
+    faults = list(dict.fromkeys(watch.faults))
+    records = [opened[output.request_id] for output in outputs]
+    for output, prompt, record in zip(outputs, PROMPTS, records, strict=True):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        if record.token_ids.tolist() != tokens[:-1]:
+            faults.append("a record's tokens are not the request's")
+            continue
+        if not {row.contiguous().numpy().tobytes() for row in record.hidden_states.float()} <= watch.rows:
+            faults.append("a record holds rows that no step had")
+        predicted = watch.predict(record.hidden_states[len(prompt) - 1 :, -1].clone()) if watch.norm else []
+        if predicted != tokens[len(prompt) :]:
+            faults.append("lm_head(norm(last state)) does not give the sampled tokens")
+    found = dataclasses.replace(
+        finding, layers=len(watch.layers), rows=sum(len(record.token_ids) for record in records)
+    )
+    faults = list(dict.fromkeys(faults))
+    difference, why_not = _measure(checkpoint, records, len(watch.layers))
+    if difference is not None and difference <= TOLERANCE:
+        return dataclasses.replace(found, verdict="equal", difference=difference, reason="; ".join(faults))
+    if faults:
+        said = f"{difference:.2g} from transformers; " if difference is not None else ""
+        return dataclasses.replace(found, verdict="differs", difference=difference, reason=said + "; ".join(faults))
+    if difference is not None:
+        return dataclasses.replace(
+            found, verdict="consistent", difference=difference, reason=f"transformers' states are {difference:.2g} away"
+        )
+    return dataclasses.replace(found, verdict="consistent", reason=why_not)
+
+
+def _watch(worker: Any) -> Watch:
+    return Watch(worker)
+
+
+def _measure(checkpoint: Checkpoint, records: Sequence[Any], layers: int) -> tuple[float | None, str]:
+    """The largest relative distance of a row from transformers', or why there is none to measure."""
+    if checkpoint.reference is None:
+        return None, "no class in this transformers"
+    try:
+        states = [reference_states(checkpoint, record.token_ids, layers) for record in records]
+    except Exception as error:  # noqa: BLE001 - whatever another library's forward dies of is the reason
+        return None, f"transformers' own forward fails: {describe(error)}"
+    worst = 0.0
+    for record, expected in zip(records, states, strict=True):
+        distance = (record.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+        worst = max(worst, float(distance.max()))
+    return worst, ""
+
+
+def reference_states(checkpoint: Checkpoint, token_ids: Any, layers: int) -> Any:
+    """`[tokens, N + 1, hidden]` of transformers' forward; the last before the final norm."""
+    import torch
+
+    model = _load_reference(checkpoint)
+    last: list[Any] = []
+    [stack] = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) == layers
+        and not any(word in name for word in ("vision", "visual", "audio", "encoder"))
+        and name.count(".") <= 3
+    ]
+    handle = stack[-1].register_forward_hook(lambda module, args, output: last.append(output))
+    with torch.no_grad():
+        output = model(input_ids=token_ids[None], output_hidden_states=True, use_cache=False)
+    handle.remove()
+    end = last[-1][0] if isinstance(last[-1], tuple) else last[-1]
+    if len(output.hidden_states) != layers + 1:
+        raise ValueError(f"{len(output.hidden_states)} hidden states of {layers} layers")
+    return torch.stack(
+        [*(state[0] for state in output.hidden_states[:layers]), end.reshape(output.hidden_states[0][0].shape)], dim=1
+    )
+
+
+_REFERENCE: dict[Path, Any] = {}
+
+
+def _load_reference(checkpoint: Checkpoint) -> Any:
+    import torch
+
+    if checkpoint.folder not in _REFERENCE:
+        assert checkpoint.reference is not None
+        _REFERENCE[checkpoint.folder] = checkpoint.reference.from_pretrained(  # type: ignore[attr-defined]
+            str(checkpoint.folder), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    return _REFERENCE[checkpoint.folder]
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: the first of its chain, which is the cause, with the place."""
+    while error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{place}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the overlay refused."""
+    from vllm_overlay.errors import OverlayError
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OverlayError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def run_child(architecture: str, folder: Path, store: Path | None) -> Finding:
+    began = time.monotonic()
+    try:
+        finding = examine(architecture, folder, store)
+    except BaseException as error:  # noqa: BLE001 - whatever it dies of is what there is to say
+        traceback.print_exc()
+        verdict: Verdict = "refused" if store is not None and _is_ours(error) else "fails"
+        finding = Finding(architecture, verdict, describe(error))
+    return dataclasses.replace(finding, seconds=round(time.monotonic() - began, 1))
+
+
+def run_forked(architecture: str, folder: Path, store: Path | None) -> Finding:
+    """One architecture in a fork, with an end in time."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if store is not None:
+        shutil.rmtree(store, ignore_errors=True)
+    folder.mkdir(parents=True)
+    answer = folder / "finding.json"
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        finding = run_child(architecture, folder / "model", store)
+        answer.write_text(json.dumps(dataclasses.asdict(finding)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    deadline = time.monotonic() + SECONDS
+    status: int | None = None
+    while status is None and time.monotonic() < deadline:
+        done, code = os.waitpid(child, os.WNOHANG)
+        if done:
+            status = code
+        else:
+            time.sleep(0.1)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return Finding(architecture, "fails", f"no end within {SECONDS} s", seconds=SECONDS)
+    if not answer.is_file():
+        return Finding(architecture, "fails", f"the process ended with status {status}")
+    return Finding(**json.loads(answer.read_text()))
+
+
+def main(words: Sequence[str]) -> int:
+    folder = Path(words[0])
+    store = Path(os.environ["VLLM_OVERLAY_CAPTURE"]) if os.environ.get("VLLM_OVERLAY") == "1" else None
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    for architecture in words[1:]:
+        finding = run_forked(architecture, folder / architecture, store)
+        print(json.dumps(dataclasses.asdict(finding)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
