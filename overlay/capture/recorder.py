@@ -1,7 +1,11 @@
 """The writer thread: rows into the log, records into the index, in the order in which the steps were taken.
 
-It also looks at every row once: one that is all zero or not finite is refused with its request and position (states
-of zeros have trained drafts that accepted nothing), and so is a row whose token is not the one the prompt has there.
+It also looks at every row once: one that is all zero or not finite is refused in its step, with its request and
+position (states of zeros have trained drafts that accepted nothing). When a request ends, so is a row, of whatever
+request it was first, whose token is not the one that the prompt has there.
+
+It shares the interpreter's lock with the thread that runs the model: what it does for a step takes as long for one
+request as for a thousand.
 """
 
 from __future__ import annotations
@@ -10,13 +14,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_overlay.capture.row_tokens import RowTokens
 from vllm_overlay.capture.rows import MISSING, Plan, Rows
 from vllm_overlay.capture.transfer import HostRows
 from vllm_overlay.errors import OverlayError
@@ -54,13 +59,6 @@ class Statistics:
     num_incomplete: int = 0
 
 
-@dataclass
-class _Open:
-    facts: RequestFacts
-    # (first position, tokens) of each step that computed positions behind the prompt; a later one supersedes.
-    generated: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
-
-
 class Recorder:
     """Owns the store's writer and the thread that uses it. An error of the thread is raised by the next call."""
 
@@ -69,7 +67,8 @@ class Recorder:
         self._layer_ids = layer_ids
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._open: dict[str, _Open] = {}
+        self._requests: dict[str, RequestFacts] = {}
+        self._tokens = RowTokens()
         self._ready: list[PendingRecord] = []
         self._committed_at = time.monotonic()
         self.statistics = Statistics()
@@ -79,7 +78,7 @@ class Recorder:
 
     def begin(self, key: str, facts: RequestFacts) -> None:
         """A captured request was scheduled for the first time."""
-        self._post(lambda: self._open.update({key: _Open(facts)}))
+        self._post(lambda: self._requests.update({key: facts}))
 
     def write(self, plan: Plan, wait_for_rows: Callable[[], HostRows]) -> None:
         """Rows of one step are on their way to the host."""
@@ -88,6 +87,10 @@ class Recorder:
     def finish(self, key: str, rows: Rows, reason: str) -> None:
         """A request ended; `rows` are the row numbers of its positions."""
         self._post(lambda: self._finish(key, rows, reason))
+
+    def keep_tokens(self, chunks: Set[int]) -> None:
+        """Requests that end from now on have no rows outside these chunks of CHUNK_ROWS (see row_tokens.py)."""
+        self._post(lambda: self._tokens.keep(chunks))
 
     def flush(self) -> None:
         """Return when everything posted so far is committed. Errors: whatever writing it raised."""
@@ -139,42 +142,33 @@ class Recorder:
         try:
             if self._error is not None:
                 return  # the room is given back all the same: a step may be waiting for it, and raises next
-            refuse_bad_rows(plan, host.peaks, self._layer_ids, lambda key: self._open[key].facts.request_id)
+            refuse_bad_rows(plan, host.peaks, self._layer_ids, lambda key: self._requests[key].request_id)
             first = self._writer.append(host.rows)
             if first != plan.first_row:
                 raise CaptureError(f"expected the store to write row {plan.first_row}, found {first}")
-            self._take_tokens(plan, host.tokens)
+            self._tokens.put(first, host.tokens)
             self.statistics.num_rows += plan.count
             self.statistics.num_bytes += host.rows.nbytes
         finally:
             host.release()
 
-    def _take_tokens(self, plan: Plan, tokens: NDArray[np.int64]) -> None:
-        for span in plan.spans:
-            request = self._open[span.key]
-            seen = tokens[span.offset : span.offset + span.length]
-            if span.start < len(request.facts.prompt):
-                refuse_other_tokens(request.facts, span.start, seen)
-            if span.start + span.length > len(request.facts.prompt):
-                request.generated.append((span.start, seen))
-
     def _finish(self, key: str, rows: Rows, reason: str) -> None:
         if self._error is not None:
             return
-        request = self._open.pop(key, None)
-        if request is None or not len(rows):
+        facts = self._requests.pop(key, None)
+        if facts is None or not len(rows):
             return  # posted twice around a signal, or aborted before its first row
         complete = not bool((rows == MISSING).any())
         self._ready.append(
             PendingRecord(
-                request_id=request.facts.request_id,
-                token_ids=_join_tokens(request, len(rows)),
+                request_id=facts.request_id,
+                token_ids=_join_tokens(facts, rows, self._tokens.find(rows)),
                 rows=rows,
-                num_prompt_tokens=min(len(request.facts.prompt), len(rows)),
+                num_prompt_tokens=min(len(facts.prompt), len(rows)),
                 complete=complete,
                 finish_reason=reason,
-                tag=request.facts.tag,
-                loss_mask=_spread_mask(request.facts.loss_spans, len(rows)),
+                tag=facts.tag,
+                loss_mask=_spread_mask(facts.loss_spans, len(rows)),
             )
         )
         self.statistics.num_records += 1
@@ -199,7 +193,7 @@ def refuse_bad_rows(
     if not bad.any():
         return
     row, column = map(int, np.argwhere(bad)[0])
-    key, position = _find_position(plan, row)
+    key, position = plan.find_position(row)
     found = "all zero" if peaks[row, column] == 0 else "not finite"
     raise CaptureError(
         f"request {name_request(key)!r}, position {position}, layer {layer_ids[column]}: the row is {found}; the tap "
@@ -207,13 +201,8 @@ def refuse_bad_rows(
     )
 
 
-def _find_position(plan: Plan, row: int) -> tuple[str, int]:
-    span = next(s for s in plan.spans if s.offset <= row < s.offset + s.length)
-    return span.key, span.start + row - span.offset
-
-
 def refuse_other_tokens(facts: RequestFacts, start: int, seen: NDArray[np.int64]) -> None:
-    """Errors: CaptureError when the step computed another token than the prompt has there."""
+    """Errors: CaptureError when the rows were computed from another token than the prompt has there."""
     known = facts.prompt[start : start + len(seen)]
     wrong = np.flatnonzero((seen[: len(known)] != known) & (known >= 0))
     if len(wrong):
@@ -224,15 +213,12 @@ def refuse_other_tokens(facts: RequestFacts, start: int, seen: NDArray[np.int64]
         )
 
 
-def _join_tokens(request: _Open, length: int) -> NDArray[np.int64]:
-    tokens = np.full(length, -1, dtype=np.int64)
-    for start, seen in request.generated:
-        kept = seen[: max(0, length - start)]
-        tokens[start : start + len(kept)] = kept
-    # Last: the step's ids of a prompt's positions are the prompt's, and -1 where the prompt has no token.
-    prompt = request.facts.prompt[:length]
-    tokens[: len(prompt)] = prompt
-    return tokens
+def _join_tokens(facts: RequestFacts, rows: Rows, seen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The record's tokens: the prompt's, -1 where it has none, then those that its rows were computed from."""
+    prompt = facts.prompt[: len(rows)]
+    # A missing row was computed from no token that we saw.
+    refuse_other_tokens(facts, 0, np.where(rows[: len(prompt)] == MISSING, prompt, seen[: len(prompt)]))
+    return np.concatenate([prompt, seen[len(prompt) :]])
 
 
 def _spread_mask(spans: tuple[tuple[int, int], ...] | None, length: int) -> NDArray[np.bool_] | None:

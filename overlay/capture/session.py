@@ -16,6 +16,7 @@ from vllm_overlay.capture.finished import FinishedRequests
 from vllm_overlay.capture.limits import PARALLEL_SIZES, describe_parallelism, describe_runner
 from vllm_overlay.capture.options import RequestOptions, read_options
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
+from vllm_overlay.capture.row_tokens import CHUNK_ROWS
 from vllm_overlay.capture.rows import NewRequest, RowBook, Step
 from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import Transfer, open_transfer
@@ -26,6 +27,9 @@ from vllm_overlay.settings import Settings
 from vllm_overlay.store import StoreMeta, StoreWriter
 
 logger = logging.getLogger("vllm_overlay.capture")
+
+# 4 MiB of tokens: below that, nobody looks whether some could be dropped.
+FEWEST_CHUNKS = 16
 
 
 class CaptureSession:
@@ -52,6 +56,7 @@ class CaptureSession:
         self._book: RowBook | None = None
         self._kv_group = 0
         self._recording = True
+        self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
 
     def install_taps(self, worker: Any) -> None:
         """Tap the model that the worker has built. Errors: TapError."""
@@ -84,6 +89,7 @@ class CaptureSession:
         if plan.count:
             tokens = self._seam.step_token_ids(worker)
             self._recorder.write(plan, self._transfer.send(plan.count, plan.indices, tokens))
+            self._drop_old_tokens(self._book)
 
     def start(self) -> None:
         """Capture the requests that begin from now on."""
@@ -124,6 +130,14 @@ class CaptureSession:
             self._warn_of_incomplete()
             if self._taps is not None:
                 self._taps.remove()
+
+    def _drop_old_tokens(self, book: RowBook) -> None:
+        """A server runs for days: when chunks of tokens may be twice as many as last time, drop what none needs."""
+        if book.num_rows < self._look_at_row:
+            return
+        live = book.find_live_chunks(CHUNK_ROWS)
+        self._recorder.keep_tokens(live)
+        self._look_at_row = book.num_rows + max(len(live), FEWEST_CHUNKS) * CHUNK_ROWS
 
     def _finish_all(self, ended: Iterable[tuple[str, int, str]]) -> None:
         for key, num_tokens, reason in ended:
@@ -167,15 +181,15 @@ class CaptureSession:
         cached = scheduler_output.scheduled_cached_reqs
         new = [self._begin(request) for request in scheduler_output.scheduled_new_reqs]
         resumed = self._seam.resumed_requests(cached)
-        starts: dict[str, int] = {}
-        more_blocks: dict[str, tuple[int, ...]] = {}
-        for key, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
-            ours = tuple(blocks[self._kv_group]) if blocks else ()
-            if key in resumed:
-                new.append(NewRequest(key, 0, start, ours, self._book.is_captured(key), resumed=True))
-                continue
-            starts[key] = start
-            more_blocks[key] = ours
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        more_blocks = {
+            key: tuple(blocks[self._kv_group])
+            for key, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if blocks
+        }
+        for key in [key for key in cached.req_ids if key in resumed]:
+            ours = more_blocks.pop(key, ())
+            new.append(NewRequest(key, 0, starts.pop(key), ours, self._book.is_captured(key), resumed=True))
         return Step(
             new=tuple(new),
             starts=starts,

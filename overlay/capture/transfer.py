@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ from vllm_overlay.capture.limits import HOST_BYTES
 
 @dataclass(frozen=True)
 class HostRows:
-    """Rows of one step on the host, to be released when they have been written.
+    """Rows of one step on the host, to be released when they have been written: the memory is used again.
 
-    `rows` `[n, layers, hidden]` in the model's dtype; `tokens` int64 `[n]`; `peaks` float32 `[n, layers]`, the largest
+    `rows` `[n, layers, hidden]` in the model's dtype; `tokens` int32 `[n]`; `peaks` float32 `[n, layers]`, the largest
     absolute value of each row.
     """
 
     rows: torch.Tensor
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int32]
     peaks: NDArray[np.float32]
     release: Callable[[], None]
 
@@ -72,7 +72,7 @@ class CpuTransfer:
         else:
             index = torch.from_numpy(indices)
             rows, kept = self._buffer.index_select(0, index), tokens.index_select(0, index)
-        host = HostRows(rows, kept.to(torch.int64).numpy(), find_peaks(rows).numpy(), lambda: self._give_back(nbytes))
+        host = HostRows(rows, kept.numpy(), find_peaks(rows).numpy(), lambda: self._give_back(nbytes))
         return lambda: host
 
     def _take(self, nbytes: int) -> None:
@@ -89,18 +89,21 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Two device staging buffers, a side stream, and a ring of pinned host rows."""
+    """Two device staging buffers, a side stream, and a ring of pinned host rows.
+
+    Each torch call costs the step's thread some microseconds, so that tokens and peaks travel in one copy.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
+        self._num_layers = buffer.shape[1]
         self._stream = torch.cuda.Stream(buffer.device)
-        self._staging = [_Staging.beside(buffer) for _ in range(2)]
+        self._staging = [_Staging(buffer) for _ in range(2)]
         self._turn = 0
         capacity = max(4 * len(buffer), HOST_BYTES // buffer[0].nbytes)
         self._ring = Ring(capacity)
         self._rows = torch.empty(capacity, *buffer.shape[1:], dtype=buffer.dtype, pin_memory=True)
-        self._tokens = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
-        self._peaks = torch.empty(capacity, buffer.shape[1], dtype=torch.float32, pin_memory=True)
+        self._facts = torch.empty(capacity, self._num_layers + 1, dtype=torch.int32, pin_memory=True)
 
     @property
     def num_waits(self) -> int:
@@ -108,53 +111,59 @@ class CudaTransfer:
 
     def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
         start = self._ring.take(count)
-        place = slice(start, start + count)
+        rows, facts = self._rows[start : start + count], self._facts[start : start + count].view(-1)
         staging = self._staging[self._turn]
         self._turn = 1 - self._turn
         step = torch.cuda.current_stream(self._buffer.device)
         step.wait_event(staging.copied)
-        staging.fill(self._buffer, tokens, count, indices)
-        self._stream.wait_stream(step)
+        staged_facts = staging.fill(self._buffer, tokens, count, indices)
+        staging.filled.record(step)
+        self._stream.wait_event(staging.filled)
         with torch.cuda.stream(self._stream):
-            self._rows[place].copy_(staging.rows[:count], non_blocking=True)
-            self._tokens[place].copy_(staging.tokens[:count], non_blocking=True)
-            self._peaks[place].copy_(staging.peaks[:count], non_blocking=True)
-            staging.copied.record(self._stream)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            rows.copy_(staging.rows[:count], non_blocking=True)
+            facts.copy_(staged_facts, non_blocking=True)
+        # Blocking: the writer's thread sleeps until the rows are there, and does not spin on a core of the engine's.
+        arrived = staging.copied = torch.cuda.Event(blocking=True)
+        arrived.record(self._stream)
 
         def wait() -> HostRows:
             arrived.synchronize()
-            tokens_64 = self._tokens[place].numpy().astype(np.int64)
-            return HostRows(self._rows[place], tokens_64, self._peaks[place].numpy(), self._ring.give_back)
+            seen, peaks = split_facts(facts, self._num_layers)
+            return HostRows(rows, seen.numpy(), peaks.numpy(), self._ring.give_back)
 
         return wait
 
 
-@dataclass(frozen=True)
 class _Staging:
-    """A copy of a step's rows on the device; `copied` is recorded when it has left for the host."""
+    """A copy of a step's rows on the device. `filled` and `copied`: events of its way in, and out to the host."""
 
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    peaks: torch.Tensor
-    copied: Any
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.rows = torch.empty_like(buffer)
+        self.facts = torch.empty(len(buffer) * (buffer.shape[1] + 1), dtype=torch.int32, device=buffer.device)
+        self.filled = torch.cuda.Event()
+        self.copied = torch.cuda.Event(blocking=True)
 
-    @staticmethod
-    def beside(buffer: torch.Tensor) -> _Staging:
-        tokens = torch.empty(len(buffer), dtype=torch.int32, device=buffer.device)
-        peaks = torch.empty(buffer.shape[:2], dtype=torch.float32, device=buffer.device)
-        return _Staging(torch.empty_like(buffer), tokens, peaks, torch.cuda.Event())
-
-    def fill(self, buffer: torch.Tensor, tokens: torch.Tensor, count: int, indices: NDArray[np.int64] | None) -> None:
+    def fill(
+        self, buffer: torch.Tensor, tokens: torch.Tensor, count: int, indices: NDArray[np.int64] | None
+    ) -> torch.Tensor:
+        """Take `count` rows over. Returns their tokens and peaks, as `split_facts` takes them apart."""
+        rows, facts = self.rows[:count], self.facts[: count * (buffer.shape[1] + 1)]
+        staged_tokens, staged_peaks = split_facts(facts, buffer.shape[1])
         if indices is None:
-            self.rows[:count].copy_(buffer[:count])
-            self.tokens[:count].copy_(tokens[:count])
+            rows.copy_(buffer[:count])
+            staged_tokens.copy_(tokens[:count])
         else:
             index = torch.from_numpy(indices).to(buffer.device, non_blocking=True)
-            torch.index_select(buffer, 0, index, out=self.rows[:count])
-            self.tokens[:count].copy_(tokens.index_select(0, index))
-        self.peaks[:count].copy_(find_peaks(self.rows[:count]))
+            torch.index_select(buffer, 0, index, out=rows)
+            staged_tokens.copy_(tokens.index_select(0, index))
+        torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32, out=staged_peaks)
+        return facts
+
+
+def split_facts(facts: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of n rows, int32 `[n * (layers + 1)]`: views of the tokens, int32 `[n]`, and the peaks, float32 `[n, layers]`."""
+    count = len(facts) // (num_layers + 1)
+    return facts[:count], facts[count:].view(torch.float32).view(count, num_layers)
 
 
 class Ring:

@@ -97,6 +97,81 @@ def test_uncaptured_rows_are_left_out_by_index() -> None:
     assert plan.count == 3
 
 
+def test_a_place_that_is_used_again_has_no_row_of_before() -> None:
+    rows = book()
+    rows.plan(step({"a": 4}, new=(new("a", 4, 0, [1]),)))
+    rows.forget("a")
+    rows.plan(step({"b": 1}, new=(new("b", 9, 8, [8, 9, 10]),)))
+    assert rows.find_rows("b", 9).tolist() == [MISSING] * 8 + [4]
+
+
+def test_requests_that_come_again_in_the_same_order_are_new_ones() -> None:
+    rows = book()
+    announced = (new("a", 2, 0, [1]), new("b", 2, 0, [2]))
+    for first_row in (0, 4):
+        rows.plan(step({"a": 2, "b": 2}, new=announced))
+        assert rows.find_rows("a", 2).tolist() == [first_row, first_row + 1]
+        assert rows.find_rows("b", 2).tolist() == [first_row + 2, first_row + 3]
+        rows.forget("a")
+        rows.forget("b")
+    with pytest.raises(RowError, match="'a', which no step announced"):
+        rows.plan(step({"a": 1, "b": 1}, starts={"a": 2, "b": 2}))
+
+
+def test_what_a_recomputation_left_behind_is_not_found_behind_a_gap() -> None:
+    """Computed to 6, recomputed to 2, and then on from 4: nobody said where 2 and 3 are now."""
+    rows = book()
+    rows.plan(step({"a": 6}, new=(new("a", 8, 0, [1, 2]),)))
+    rows.plan(step({"a": 2}, new=(new("a", 8, 0, [3, 4], resumed=True),)))
+    rows.plan(step({"a": 1}, starts={"a": 4}))
+    assert rows.find_rows("a", 6).tolist() == [6, 7, MISSING, MISSING, 8, MISSING]
+
+
+def test_long_requests_and_many_of_them() -> None:
+    """More positions than a page of NumberLists, more requests than it begins with."""
+    keys = [f"r{number}" for number in range(90)]
+    rows = RowBook(block_size=BLOCK, num_slots=90 * 200 * BLOCK)
+    announced = tuple(new(key, 500, 0, list(range(200 * n, 200 * n + 200))) for n, key in enumerate(keys))
+    rows.plan(step(dict.fromkeys(keys, 500), new=announced))
+    for position in range(500, 520):
+        plan = rows.plan(step(dict.fromkeys(keys, 1), starts=dict.fromkeys(keys, position), order=tuple(keys[::-1])))
+    first_decoded = 90 * 500
+    for number in (0, 44, 89):
+        expected = list(range(500 * number, 500 * number + 500))
+        expected += [first_decoded + 90 * step + 89 - number for step in range(20)]
+        assert rows.find_rows(keys[number], 520).tolist() == expected
+    assert plan.find_position(0) == ("r89", 519) and plan.find_position(89) == ("r0", 519)
+
+
+def test_the_position_of_a_row_is_found_among_requests_without_one() -> None:
+    rows = book(prompt_only=True)
+    announced = (new("a", 2, 0, [1]), new("off", 3, 0, [2], captured=False), new("b", 3, 0, [3]))
+    plan = rows.plan(step({"a": 2, "off": 3, "b": 3}, new=announced))
+    assert [plan.find_position(row) for row in range(5)] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
+
+
+def test_chunks_live_as_long_as_a_request_or_a_slot_refers_to_them() -> None:
+    rows = book()
+    rows.plan(step({"a": 4}, new=(new("a", 4, 0, [1]),)))  # rows 0 .. 3
+    rows.plan(step({"b": 8}, new=(new("b", 8, 0, [2, 3]),)))  # 4 .. 11
+    assert rows.find_live_chunks(2) == {0, 1, 2, 3, 4, 5, 6}
+    rows.forget("a")
+    assert rows.find_live_chunks(2) >= {0, 1}, "a later request may hit block 1"
+    rows.plan(step({"c": 4}, new=(new("c", 4, 0, [1]),)))  # 12 .. 15
+    assert rows.find_live_chunks(2) == {2, 3, 4, 5, 6, 7, 8}
+    rows.plan(step({"d": 8}, new=(new("d", 8, 0, [2, 3]),)))  # 16 .. 23, over b's slots
+    assert rows.find_live_chunks(2) >= {2, 3, 4, 5}, "b lives"
+    rows.forget("b")
+    assert rows.find_live_chunks(2) == {6, 7, 8, 9, 10, 11, 12}
+
+
+def test_a_batch_that_the_step_does_not_schedule_is_an_error() -> None:
+    rows = book()
+    rows.plan(step({"a": 1}, new=(new("a", 1, 0, [1]),)))
+    with pytest.raises(RowError, match="batch holds request 'a' and the step does not schedule it"):
+        rows.plan(Step((), {"b": 1}, {}, {"b": 1}, ("a",)))
+
+
 def test_an_unannounced_request_is_an_error() -> None:
     with pytest.raises(RowError, match="'ghost', which no step announced"):
         book().plan(step({"ghost": 1}, starts={"ghost": 0}))

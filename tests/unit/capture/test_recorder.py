@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
-from vllm_overlay.capture.rows import Plan, Span
+from vllm_overlay.capture.rows import Plan
 from vllm_overlay.capture.transfer import CpuTransfer
 from vllm_overlay.store import Store, StoreMeta, StoreWriter
 
@@ -22,8 +22,12 @@ def recorder(tmp_path: Path) -> Recorder:
     return Recorder(StoreWriter.open(tmp_path / "store", META), META.layer_ids)
 
 
+def plan_one(start: int, length: int, first_row: int) -> Plan:
+    return Plan(None, length, first_row, ("key",), np.array([start]), np.array([length]))
+
+
 def send(recorder: Recorder, buffer: torch.Tensor, tokens: list[int], start: int = 0, first_row: int = 0) -> None:
-    plan = Plan(None, len(tokens), first_row, [Span("key", start, len(tokens), 0)])
+    plan = plan_one(start, len(tokens), first_row)
     transfer = CpuTransfer(buffer)
     recorder.write(plan, transfer.send(len(tokens), None, torch.tensor(tokens, dtype=torch.int32)))
 
@@ -64,8 +68,30 @@ def test_a_dead_row_is_refused_with_request_position_and_layer(recorder: Recorde
 def test_a_token_that_is_not_the_prompts_is_refused(recorder: Recorder) -> None:
     begin(recorder, [1, 2, 3])
     send(recorder, torch.randn(3, 2, 4), [1, 3, 2])
+    recorder.finish("key", np.arange(3), "stop")
     with pytest.raises(CaptureError, match="'r', position 1: expected the prompt's token 2, found 3"):
         recorder.flush()
+
+
+def test_a_row_of_another_request_is_refused_if_its_token_is_another(recorder: Recorder) -> None:
+    """A prefix that was found in the cache: rows 0 and 1 were computed for a first request."""
+    recorder.begin("first", RequestFacts("a", np.array([7, 8]), None, None))
+    begin(recorder, [7, 9, 5])
+    send(recorder, torch.randn(3, 2, 4), [7, 8, 5])
+    recorder.finish("first", np.array([0, 1]), "stop")
+    recorder.finish("key", np.array([0, 1, 2]), "stop")
+    with pytest.raises(CaptureError, match="'r', position 1: expected the prompt's token 9, found 8"):
+        recorder.flush()
+
+
+def test_where_the_prompt_has_no_token_none_is_recorded_and_none_refused(recorder: Recorder, tmp_path: Path) -> None:
+    """An image's places are -1; what the runner puts there is no token of the prompt."""
+    begin(recorder, [-1, 4, 5])
+    send(recorder, torch.randn(3, 2, 4), [99, 5, 6], first_row=0)
+    recorder.finish("key", np.array([0, -1, 1, 2]), "stop")
+    recorder.close()
+    with Store.open(tmp_path / "store") as store:
+        assert store["r"].token_ids.tolist() == [-1, 4, 5, 6]
 
 
 def test_a_write_error_reaches_the_next_call(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +122,7 @@ def test_a_step_that_waits_for_room_goes_on_when_writing_fails(
     begin(recorder, [1] * 9)
     with pytest.raises(CaptureError, match="No space left on device"):
         for position in range(9):
-            plan = Plan(None, 1, position, [Span("key", position, 1, 0)])
-            recorder.write(plan, transfer.send(1, None, tokens))
+            recorder.write(plan_one(position, 1, position), transfer.send(1, None, tokens))
             time.sleep(0.02)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from vllm_overlay.capture import session as session_module
+from vllm_overlay.capture.rows import NewRequest, RowBook, Step
 from vllm_overlay.capture.session import CaptureSession
 
 
@@ -39,3 +41,41 @@ def test_a_signal_while_the_last_records_are_written_loses_none() -> None:
     with pytest.raises(SystemExit):
         session.close(iter([("a", 3, "stop"), ("b", 4, "stop"), ("c", 5, "length")]))
     assert written == ["a", "interrupted", "b", "c", "closed"]
+
+
+def test_a_step_is_taken_apart_by_what_each_request_is() -> None:
+    """`b` was pre-empted and comes back: its blocks are new ones, those of `c` are more."""
+    session: Any = CaptureSession.__new__(CaptureSession)
+    session._kv_group = 1
+    session._book = SimpleNamespace(is_captured=lambda key: key == "b")
+    session._seam = SimpleNamespace(
+        resumed_requests=lambda cached: {"b", "elsewhere"},
+        step_order=lambda worker: ("c", "a", "b"),
+        block_copies=lambda scheduler_output: [(1, 2)],
+    )
+    cached = SimpleNamespace(
+        req_ids=["a", "b", "c"], num_computed_tokens=[7, 4, 16], new_block_ids=[None, ([1], [5, 6]), ([2], [9])]
+    )
+    scheduled = {"a": 1, "b": 3, "c": 1}
+    step = session._read_step(
+        None, SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=[], num_scheduled_tokens=scheduled)
+    )
+    resumed = NewRequest("b", 0, 4, (5, 6), captured=True, resumed=True)
+    assert step == Step((resumed,), {"a": 7, "c": 16}, {"c": (9,)}, scheduled, ("c", "a", "b"), [(1, 2)])
+
+
+def test_tokens_that_nothing_refers_to_are_dropped_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 4 rows: a first look at 2 chunks, the next ones when there may be twice as many as were kept."""
+    monkeypatch.setattr(session_module, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(session_module, "FEWEST_CHUNKS", 2)
+    kept: list[tuple[int, set[int]]] = []
+    session: Any = CaptureSession.__new__(CaptureSession)
+    session._look_at_row = 8
+    book = RowBook(block_size=4, num_slots=4 * 4)
+    session._recorder = SimpleNamespace(keep_tokens=lambda chunks: kept.append((book.num_rows, chunks)))
+    for number in range(10):
+        key = str(number)
+        book.plan(Step((NewRequest(key, 4, 0, (number % 3,), captured=True),), {}, {}, {key: 4}, (key,)))
+        session._drop_old_tokens(book)
+        book.forget(key)
+    assert kept == [(8, {0, 1, 2}), (20, {2, 3, 4, 5}), (36, {6, 7, 8, 9})]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.capture import transfer
-from vllm_overlay.capture.transfer import CpuTransfer, Ring
+from vllm_overlay.capture.transfer import CpuTransfer, Ring, find_peaks, split_facts
 
 
 @given(st.lists(st.one_of(st.integers(1, 7), st.none()), max_size=60))
@@ -66,3 +66,15 @@ def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sender.send(3, None, tokens)
     assert sender.num_waits == 1
     timer.join()
+
+
+def test_tokens_and_peaks_share_one_piece_of_memory() -> None:
+    """What a GPU writes is read on the host, where only the bytes arrive."""
+    rows, facts = torch.randn(5, 3, 4).to(torch.bfloat16), torch.zeros(5 * 4, dtype=torch.int32)
+    tokens, peaks = split_facts(facts, 3)
+    tokens.copy_(torch.arange(5))
+    torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32, out=peaks)
+    arrived = facts.clone()
+    tokens, peaks = split_facts(arrived, 3)
+    assert tokens.tolist() == [0, 1, 2, 3, 4]
+    assert peaks.equal(find_peaks(rows)) and peaks.equal(rows.float().abs().amax(-1))

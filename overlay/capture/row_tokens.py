@@ -1,0 +1,44 @@
+"""The token of every row that a request may still become a record of, by row number."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_ROWS = 65_536
+
+
+class RowTokens:
+    """Tokens in chunks of CHUNK_ROWS rows, 256 KiB each. Chunks that no live request can need are dropped by `keep`."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, NDArray[np.int32]] = {}
+
+    def put(self, first: int, tokens: NDArray[np.int32]) -> None:
+        """Rows `first` .. were computed from these tokens."""
+        while len(tokens):
+            number, offset = divmod(first, CHUNK_ROWS)
+            count = min(CHUNK_ROWS - offset, len(tokens))
+            if number not in self._chunks:
+                self._chunks[number] = np.full(CHUNK_ROWS, -1, dtype=np.int32)
+            self._chunks[number][offset : offset + count] = tokens[:count]
+            first, tokens = first + count, tokens[count:]
+
+    def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens of rows `[n]`, -1 where a row is missing (negative). Errors: KeyError if a chunk was dropped."""
+        tokens = np.full(len(rows), -1, dtype=np.int64)
+        chunk_of_row = rows // CHUNK_ROWS
+        for number in np.unique(chunk_of_row[rows >= 0]).tolist():
+            here = chunk_of_row == number
+            tokens[here] = self._chunks[number][rows[here] % CHUNK_ROWS]
+        return tokens
+
+    def keep(self, numbers: Set[int]) -> None:
+        """Drop the chunks with other numbers."""
+        self._chunks = {number: chunk for number, chunk in self._chunks.items() if number in numbers}
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._chunks)
