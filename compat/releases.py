@@ -36,11 +36,13 @@ class Seam(Protocol):
     """What every seam module exports. Module names are strings so that reading them imports nothing."""
 
     ENGINE_CORE: str
+    ENGINE_EXCEPTIONS: str
     ENGINE_PROCESSES: str
     ENVS: str
     EXECUTOR: str
     KV_CACHE_PLANNING: str
     KV_CACHE_UTILS: str
+    LAUNCHER: str
     MODEL_INTERFACES: str
     MODEL_LOADER: str
     MULTIPROC_EXECUTOR: str
@@ -54,6 +56,7 @@ class Seam(Protocol):
     UNIPROC_EXECUTOR: str
     VLLM_CONFIG: str
     WORKER: str
+    WORKER_BASE: str
     SPECULATIVE_DECODING_ON_CPU: bool
     CAPTURED_RUNNERS: tuple[str, ...]
     # The name of a model's method in another release line, and its name in this one.

@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 ENGINE_CORE = "vllm.v1.engine.core"
+ENGINE_EXCEPTIONS = "vllm.v1.engine.exceptions"
 ENGINE_PROCESSES = "vllm.v1.engine.utils"
 ENVS = "vllm.envs"
 EXECUTOR = "vllm.v1.executor.abstract"
 KV_CACHE_PLANNING = "vllm.v1.core.kv_cache_utils"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+LAUNCHER = "vllm.entrypoints.launcher"
 MODEL_INTERFACES = "vllm.model_executor.models.interfaces"
 MODEL_LOADER = "vllm.model_executor.model_loader.base_loader"
 MULTIPROC_EXECUTOR = "vllm.v1.executor.multiproc_executor"
@@ -24,6 +26,7 @@ STRUCTURED_OUTPUT_REQUEST = "vllm.v1.structured_output.request"
 UNIPROC_EXECUTOR = "vllm.v1.executor.abstract"
 VLLM_CONFIG = "vllm.config"
 WORKER = "vllm.v1.worker.gpu_worker"
+WORKER_BASE = "vllm.v1.worker.worker_base"
 
 # CPUModelRunner asserts that there is no speculative_config.
 SPECULATIVE_DECODING_ON_CPU = False

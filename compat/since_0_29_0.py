@@ -1,4 +1,4 @@
-"""vLLM from 0.29.0 on: the engine settles one layout of KV caches for all workers. The rest as in 0.26.0."""
+"""vLLM from 0.29.0 on: one layout of KV caches for all workers; the launcher has moved. The rest as in 0.26.0."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_overlay.compat.since_0_26_0 import *  # noqa: F403
+
+LAUNCHER = "vllm.entrypoints.launchers.launcher"
 
 
 def settle_kv_cache_layout(vllm_config: Any, executor: Any, kv_cache_specs: Iterable[Any]) -> bool:
