@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store.checksum import checksum_hashes, hash_rows
+from vllm_overlay.store.checksum import checksum_hashes
 from vllm_overlay.store.errors import StoreError
 from vllm_overlay.store.extents import find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.log import LogLock, RowLog, lock_store, name_lock
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.recovery import recover_logs
-from vllm_overlay.store.row_hashes import RowHashes
+from vllm_overlay.store.row_hashes import HashingThread, RowHashes
 
 DEFAULT_SHARD_BYTES = 1 << 30
 
@@ -64,6 +64,7 @@ class StoreWriter:
         self._log = log
         self._rows = rows
         self._hashes = RowHashes(meta.row_bytes)
+        self._hashing = HashingThread(meta.row_bytes)
         self._lock = threading.Lock()
         self._closed = False
         self._shards_in_index = 0
@@ -111,10 +112,13 @@ class StoreWriter:
         if rows.device.type != "cpu" or not rows.is_contiguous():
             raise StoreError(f"rows must be contiguous on the CPU, not on {rows.device} with strides {rows.stride()}")
         data = _view_bytes(rows)
-        hashes = hash_rows(data, self.meta.row_bytes)
         with self._lock:
             self._check_open()
-            first = self._rows.append(data)
+            self._hashing.start(data)
+            try:
+                first = self._rows.append(data)
+            finally:
+                hashes = self._hashing.wait()
             self._hashes.put(first, hashes)
         return first
 
@@ -154,6 +158,7 @@ class StoreWriter:
                 if self._lost is None:
                     self._finish()
             finally:
+                self._hashing.stop()
                 self._rows.release()
                 self._index.close()
 

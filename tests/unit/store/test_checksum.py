@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +146,26 @@ def test_older_store_is_not_added_to(older_store: Path, meta) -> None:
     with pytest.raises(StoreError, match=message):
         StoreWriter.open(older_store, meta)
     assert len(Store.open(older_store)) == 2
+
+
+def test_an_error_of_the_hashing_thread_reaches_the_append(
+    store_path, meta, make_rows, make_record, monkeypatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for a copy")
+
+    with StoreWriter.open(store_path, meta) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(row_hashes, "hash_rows", fail)
+            with pytest.raises(MemoryError, match="no room for a copy"):
+                writer.append(make_rows(3))
+        first = writer.append(make_rows(2, seed=1))
+        writer.commit([make_record("a", range(first, first + 2))])
+    assert list(Store.open(store_path).verify()) == []
+
+
+def test_a_writer_that_is_closed_leaves_no_thread(store_path, meta, make_rows) -> None:
+    before = threading.active_count()
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(1))
+    assert threading.active_count() == before
