@@ -8,7 +8,8 @@ turns: off, on, on, off, and so on. A shared machine changes its speed by a thir
 engine's rounds with another's five minutes later would measure; rounds that lie side by side see the same machine. Both
 engines of a pair get the same prompts, every pair fresh ones (the prefix cache finds nothing). The first pair warms up
 and is not counted. A round with capture ends when its records are in the store. The figure is the median of the pairs'
-quotients. The stores are written below --store (default: a temporary folder) and removed.
+quotients. The stores are written below --store (default: a temporary folder) and removed. At the end, without vLLM, what
+the accounting of such a decode step takes on the host, in microseconds: tools/step_cost.py says of which parts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from step_cost import measure
 
 SIDES = ("off", "on")
 
@@ -137,6 +140,9 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, A
             report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
         sides["off"].end()
         report["capture"] = sides["on"].end()
+        decode = Workload.parse(args.decode)
+        costs = measure(Path(folder) / "step-cost", decode.requests, decode.tokens_in, decode.tokens_out)
+        report["host_microseconds_per_decode_step"] = {part: round(cost, 1) for part, cost in costs.items()}
     return report
 
 

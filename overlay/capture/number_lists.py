@@ -36,8 +36,10 @@ class NumberLists:
 
     def get_list(self, place: int, start: int, end: int) -> Numbers:
         """A copy of positions start .. end of one list."""
-        positions = np.arange(start, end)
-        return self.get(np.full_like(positions, place), positions)
+        # A slice of places, not one: an empty list may have no place in the table yet.
+        starts = self._table[place : place + 1, : -(-end // PAGE)].reshape(-1)
+        whole: Numbers = self._pages.reshape(-1, PAGE)[starts // PAGE].reshape(-1)
+        return whole[start:end]
 
     def set_list(self, place: int, start: int, values: Numbers) -> None:
         """Write values from position `start` of one list on."""

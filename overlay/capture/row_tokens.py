@@ -30,7 +30,7 @@ class RowTokens:
         """The tokens of rows `[n]`, -1 where a row is missing (negative). Errors: KeyError if a chunk was dropped."""
         tokens = np.full(len(rows), -1, dtype=np.int64)
         chunk_of_row = rows // CHUNK_ROWS
-        for number in np.unique(chunk_of_row[rows >= 0]).tolist():
+        for number in set(chunk_of_row.tolist()) - {-1}:
             here = chunk_of_row == number
             tokens[here] = self._chunks[number][rows[here] % CHUNK_ROWS]
         return tokens

@@ -14,12 +14,14 @@ Extents = NDArray[np.int64]
 
 def find_extents(rows: NDArray[np.int64]) -> Extents:
     """The extents of a record whose positions have the row numbers `rows` `[T]`; -1 where a position has none."""
-    hole = rows < 0
-    follows = np.where(hole[1:], hole[:-1], ~hole[:-1] & (rows[1:] == rows[:-1] + 1))
-    first = np.flatnonzero(np.concatenate(([True], ~follows)))
-    starts = np.where(hole[first], HOLE, rows[first])
-    counts = np.diff(np.append(first, len(rows)))
-    return np.stack((starts, counts), axis=1).astype(np.int64)
+    # The same number for all positions of a run, and for holes one that no row gives.
+    run = np.where(rows < 0, HOLE - len(rows), rows - np.arange(len(rows)))
+    first = np.flatnonzero(np.concatenate(([True], run[1:] != run[:-1])))
+    extents = np.empty((len(first), 2), dtype=np.int64)
+    extents[:, 0] = rows[first]
+    extents[:-1, 1] = first[1:] - first[:-1]
+    extents[-1, 1] = len(rows) - first[-1]
+    return extents
 
 
 def find_holes(extents: Extents) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class RowHashes:
         """The hashes of these rows, uint64 `[rows]`; `read` gives rows from disk whose hashes are kept no more."""
         hashes = np.empty(len(rows), dtype=np.uint64)
         chunk_of_row = rows // CHUNK_ROWS
-        for number in np.unique(chunk_of_row).tolist():
+        for number in set(chunk_of_row.tolist()):
             here = chunk_of_row == number
             if number in self._chunks:
                 hashes[here] = self._chunks[number][rows[here] % CHUNK_ROWS]

@@ -165,6 +165,15 @@ def test_chunks_live_as_long_as_a_request_or_a_slot_refers_to_them() -> None:
     assert rows.find_live_chunks(2) == {6, 7, 8, 9, 10, 11, 12}
 
 
+def test_requests_without_any_row_are_asked_like_others() -> None:
+    rows, keys = book(), [f"off{number}" for number in range(40)]
+    announced = tuple(new(key, 1, 0, [number], captured=False) for number, key in enumerate(keys))
+    rows.plan(step(dict.fromkeys(keys, 1), new=announced))
+    assert rows.find_rows("off39", 1).tolist() == [MISSING]
+    assert rows.count_leading_rows("off39") == 0
+    assert rows.find_live_chunks(4) == {0}
+
+
 def test_a_batch_that_the_step_does_not_schedule_is_an_error() -> None:
     rows = book()
     rows.plan(step({"a": 1}, new=(new("a", 1, 0, [1]),)))
