@@ -17,6 +17,7 @@ from vllm_overlay.compat import (
     since_0_18_0,
     since_0_20_0,
     since_0_24_0,
+    since_0_25_0,
     since_0_26_0,
     since_0_29_0,
     since_0_30_0,
@@ -82,6 +83,14 @@ class Seam(Protocol):
         """The engine's ids of the requests that come back after a pre-emption."""
         ...
 
+    def worker_place(self, num_hidden_layers: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """(rank in its tensor-parallel group, pipeline stage, [first, end) layers of each stage) of this worker."""
+        ...
+
+    def sharding_option(self, vllm_config: Any) -> str | None:
+        """The option that makes tensor-parallel ranks hold parts of the residual stream; None if each holds all."""
+        ...
+
     def full_attention_group(self, kv_cache_config: object) -> tuple[int, int] | None:
         """(index, block size) of the KV-cache group whose blocks hold whole prefixes; None if the model has none."""
         ...
@@ -117,7 +126,7 @@ RELEASES: dict[str, Seam] = {
     "0.22.1": since_0_20_0,
     "0.23.0": since_0_20_0,
     "0.24.0": since_0_24_0,
-    "0.25.1": since_0_24_0,
+    "0.25.1": since_0_25_0,
     "0.26.0": since_0_26_0,
     "0.27.1": since_0_26_0,
     "0.28.0": since_0_26_0,

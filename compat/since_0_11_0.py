@@ -67,6 +67,22 @@ def resumed_requests(cached_requests: Any) -> Collection[str]:
     return {request_id for request_id, resumed in flags if resumed}
 
 
+def worker_place(num_hidden_layers: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """(rank in its tensor-parallel group, pipeline stage, [first, end) layers of each stage) of this worker."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.utils import get_pp_indices
+
+    stages = get_pp_group()
+    layers = (get_pp_indices(num_hidden_layers, stage, stages.world_size) for stage in range(stages.world_size))
+    return get_tp_group().rank_in_group, stages.rank_in_group, tuple((first, end) for first, end in layers)
+
+
+def sharding_option(vllm_config: Any) -> str | None:
+    """The option that makes tensor-parallel ranks hold parts of the residual stream; None if each holds it whole."""
+    shards = vllm_config.compilation_config.pass_config.enable_sequence_parallelism
+    return "pass_config.enable_sequence_parallelism" if shards else None
+
+
 def full_attention_group(kv_cache_config: Any) -> tuple[int, int] | None:
     """(index, block size) of the first group with full attention; one of several layer kinds holds specs in a dict."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec

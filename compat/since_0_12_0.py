@@ -13,6 +13,11 @@ def runner_style(worker: Any) -> str:
     return "V2" if worker.use_v2_model_runner else "V1"
 
 
+def sharding_option(vllm_config: Any) -> str | None:
+    """As in 0.11.0; the option has another name."""
+    return "pass_config.enable_sp" if vllm_config.compilation_config.pass_config.enable_sp else None
+
+
 def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:
     """The configuration's block size, for all ranks of context parallelism."""
     parallel = vllm_config.parallel_config

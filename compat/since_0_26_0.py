@@ -1,11 +1,11 @@
-"""vLLM from 0.26.0 on: KV blocks are copied before a step whose prefix hit ended inside one. The rest as in 0.24.0."""
+"""vLLM from 0.26.0 on: KV blocks are copied before a step whose prefix hit ended inside one. The rest as in 0.25.0."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_overlay.compat.since_0_24_0 import *  # noqa: F403
+from vllm_overlay.compat.since_0_25_0 import *  # noqa: F403
 
 
 def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:

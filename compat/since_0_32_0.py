@@ -11,6 +11,12 @@ from vllm_overlay.compat.since_0_30_0 import *  # noqa: F403
 SPECULATIVE_DECODING_ON_CPU = True
 
 
+def sharding_option(vllm_config: Any) -> str | None:
+    """As in 0.25.0; the compilation pass is gone."""
+    shards = vllm_config.parallel_config.use_sequence_parallel_moe
+    return "enable_expert_parallel with both tensor and data parallelism" if shards else None
+
+
 def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:
     """As in 0.30.0, and noted in `kv_cache_config` for the workers."""
     from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens

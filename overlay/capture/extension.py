@@ -16,7 +16,7 @@ from vllm_overlay.activation import ActivationError, describe_process, note_role
 from vllm_overlay.capture.finished import noted_in_this_process
 
 if TYPE_CHECKING:
-    from vllm_overlay.capture.session import CaptureSession
+    from vllm_overlay.capture.session import Bystander, CaptureSession
 
 EXTENSION = "vllm_overlay.capture.extension.CaptureExtension"
 COMPOSED = "vllm_overlay.capture.composed."
@@ -25,14 +25,14 @@ COMPOSED = "vllm_overlay.capture.composed."
 class CaptureExtension:
     """Methods of a worker that captures."""
 
-    overlay_session: CaptureSession | None = None
+    overlay_session: CaptureSession | Bystander | None = None
     overlay_finalizer: multiprocessing.util.Finalize | None = None
     overlay_is_paused = False
 
     def overlay_open(self) -> None:
         """Open the session before the weights are read. Errors: ActivationError, CaptureError, StoreError."""
         # Not before: `check` reads the patches, which name this class, and takes a fraction of torch's import.
-        from vllm_overlay.capture.session import CaptureSession
+        from vllm_overlay.capture.session import open_session
 
         if not isinstance(self, CaptureExtension):
             raise ActivationError(
@@ -41,7 +41,7 @@ class CaptureExtension:
             )
         note_role("worker")
         require_patched("worker")
-        self.overlay_session = CaptureSession(self)
+        self.overlay_session = open_session(self)
         # A worker that is told to stop by a signal skips the engine's orderly end; this runs at every exit but a kill.
         self.overlay_finalizer = multiprocessing.util.Finalize(self, self.overlay_close, exitpriority=100)
 
@@ -102,7 +102,7 @@ class CaptureExtension:
         if session is not None:
             session.close(noted_in_this_process() if ended is None else ended)
 
-    def _overlay_require(self) -> CaptureSession:
+    def _overlay_require(self) -> CaptureSession | Bystander:
         if self.overlay_session is None:
             raise ActivationError("vllm-overlay: this worker's capture session is closed")
         return self.overlay_session

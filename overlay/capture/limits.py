@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# Ranks that each compute some of a request's tokens. The second is an option from 0.12 on.
+CONTEXT_PARALLEL_SIZES = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 # What a decoder layer may return.
 CAPTURED_OUTPUT = "one tensor, or hidden states and the residual"
@@ -24,11 +25,21 @@ PASS_COUNTS = ("loop_num", "total_ut_steps", "H_cycles")
 HOST_BYTES = 1024 * 2**20
 
 
-def describe_parallelism(name: str, size: int) -> str | None:
-    """Why an engine with this size, one of PARALLEL_SIZES, is not captured; None if it is."""
+def describe_context_parallelism(name: str, size: int) -> str | None:
+    """Why an engine with this size, one of CONTEXT_PARALLEL_SIZES, is not captured; None if it is."""
     if size <= 1:
         return None
-    return f"{name}={size}: capture runs on one rank so far; use 1, or unset VLLM_OVERLAY_CAPTURE"
+    return f"{name}={size}: tokens spread over ranks are not joined; use 1, or unset VLLM_OVERLAY_CAPTURE"
+
+
+def describe_sharded_stream(option: str | None) -> str | None:
+    """Why an engine whose ranks hold parts of the residual stream, because of this option, is not captured."""
+    if option is None:
+        return None
+    return (
+        f"{option}: each tensor-parallel rank holds a part of the residual stream, and capture takes it whole from "
+        "one; switch it off, or unset VLLM_OVERLAY_CAPTURE"
+    )
 
 
 def describe_runner(runner: str, captured: tuple[str, ...], vllm_version: str) -> str | None:

@@ -41,12 +41,16 @@ class CaptureError(OverlayError):
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What is known of a captured request when it begins. `prompt` int64 `[prompt tokens]`, -1 for no known token."""
+    """What is known of a captured request when it begins.
+
+    `prompt` int64 `[prompt tokens]`, -1 for no known token. `number` counts the engine's captured requests.
+    """
 
     request_id: str
     prompt: NDArray[np.int64]
     tag: str | None
     loss_spans: tuple[tuple[int, int], ...] | None
+    number: int = 0
 
 
 @dataclass
@@ -169,6 +173,7 @@ class Recorder:
                 finish_reason=reason,
                 tag=facts.tag,
                 loss_mask=_spread_mask(facts.loss_spans, len(rows)),
+                number=facts.number,
             )
         )
         self.statistics.num_records += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,14 @@ from numpy.typing import NDArray
 
 from vllm_overlay.activation import current_ledger, current_settings
 from vllm_overlay.capture.finished import FinishedRequests
-from vllm_overlay.capture.limits import PARALLEL_SIZES, describe_parallelism, describe_runner
-from vllm_overlay.capture.options import RequestOptions, read_options
+from vllm_overlay.capture.limits import (
+    CONTEXT_PARALLEL_SIZES,
+    describe_context_parallelism,
+    describe_runner,
+    describe_sharded_stream,
+)
+from vllm_overlay.capture.options import read_options
+from vllm_overlay.capture.ranks import Place, Share, find_share
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.row_tokens import CHUNK_ROWS
 from vllm_overlay.capture.rows import NewRequest, RowBook, Step
@@ -24,43 +31,94 @@ from vllm_overlay.compat.releases import Seam, seam_for
 from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.settings import Settings
-from vllm_overlay.store import StoreMeta, StoreWriter
+from vllm_overlay.store import Part, StoreMeta, StoreWriter
 
 logger = logging.getLogger("vllm_overlay.capture")
 
 # 4 MiB of tokens: below that, nobody looks whether some could be dropped.
 FEWEST_CHUNKS = 16
 
+COUNTS = ("rows", "bytes", "records", "incomplete_records", "live_requests", "backlog", "waits")
+
+
+def open_session(worker: Any) -> CaptureSession | Bystander:
+    """What this worker does for capture, decided before its weights are read. Errors: CaptureError, StoreError."""
+    settings, seam, config = current_settings(), seam_for(current_ledger().release), worker.vllm_config
+    _refuse_parallelism(config, seam)
+    runner = seam.runner_style(worker)
+    refusal = describe_runner(runner, seam.CAPTURED_RUNNERS, current_ledger().vllm_version)
+    if refusal:
+        raise CaptureError(refusal)
+    num_hidden_layers = int(config.model_config.hf_text_config.num_hidden_layers)
+    layer_ids = resolve_layer_ids(settings.layers, num_hidden_layers)
+    share = find_share(layer_ids, Place(*seam.worker_place(num_hidden_layers)))
+    if share is None:
+        return Bystander()
+    return CaptureSession(config, settings, seam, Capture(layer_ids, num_hidden_layers, runner, share))
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the engine was asked for, `layer_ids` of a target of so many layers, and this rank's share of it."""
+
+    layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+    runner: str
+    share: Share
+
+
+class Bystander:
+    """A worker whose rows another rank captures. It answers what a session answers."""
+
+    def install_taps(self, worker: Any) -> None:
+        """This rank's layers are tapped elsewhere, or none of them was asked for."""
+
+    def prepare_step(self, scheduler_output: Any) -> None:
+        """Called before the model runs."""
+
+    def record_step(self, worker: Any, scheduler_output: Any) -> None:
+        """Called when the model has run."""
+
+    def start(self) -> None:
+        """The rank that captures starts."""
+
+    def stop(self) -> None:
+        """The rank that captures stops."""
+
+    def flush(self) -> None:
+        """There is nothing to commit."""
+
+    def statistics(self) -> dict[str, int]:
+        """No counts: those of all ranks can be added up."""
+        return dict.fromkeys(COUNTS, 0)
+
+    def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
+        """There is nothing to write."""
+
 
 class CaptureSession:
     """Captures every step of one worker. Made before the weights are read, so that it can refuse early."""
 
-    def __init__(self, worker: Any) -> None:
-        self._settings: Settings = current_settings()
-        self._seam: Seam = seam_for(current_ledger().release)
-        config = worker.vllm_config
-        _refuse_parallelism(config)
-        text_config = config.model_config.hf_text_config
-        self._num_hidden_layers = int(text_config.num_hidden_layers)
+    def __init__(self, config: Any, settings: Settings, seam: Seam, capture: Capture) -> None:
+        self._settings = settings
+        self._seam = seam
+        self._capture = capture
         self._hidden_size = int(config.model_config.get_hidden_size())
         self._dtype: torch.dtype = config.model_config.dtype
         self._max_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        self.layer_ids = resolve_layer_ids(self._settings.layers, self._num_hidden_layers)
-        runner = self._seam.runner_style(worker)
-        refusal = describe_runner(runner, self._seam.CAPTURED_RUNNERS, current_ledger().vllm_version)
-        if refusal:
-            raise CaptureError(refusal)
-        self._recorder = self._open_recorder(config, runner)
+        self.layer_ids = tuple(capture.layer_ids[column] for column in capture.share.columns)
+        self._recorder = self._open_recorder(config)
         self._taps: Taps | None = None
         self._transfer: Transfer | None = None
         self._book: RowBook | None = None
         self._kv_group = 0
+        self._num_begun = 0
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
 
     def install_taps(self, worker: Any) -> None:
         """Tap the model that the worker has built. Errors: TapError."""
-        layers = find_decoder_layers(worker.get_model(), self._num_hidden_layers)
+        layers = find_decoder_layers(worker.get_model(), self._capture.num_hidden_layers)
         self._taps = install_taps(
             layers,
             self.layer_ids,
@@ -106,15 +164,16 @@ class CaptureSession:
     def statistics(self) -> dict[str, int]:
         """Counts since the session began, as plain numbers."""
         statistics = self._recorder.statistics
-        return {
-            "rows": statistics.num_rows,
-            "bytes": statistics.num_bytes,
-            "records": statistics.num_records,
-            "incomplete_records": statistics.num_incomplete,
-            "live_requests": self._book.num_live if self._book else 0,
-            "backlog": self._recorder.backlog,
-            "waits": self._transfer.num_waits if self._transfer else 0,
-        }
+        counts = (
+            statistics.num_rows,
+            statistics.num_bytes,
+            statistics.num_records,
+            statistics.num_incomplete,
+            self._book.num_live if self._book else 0,
+            self._recorder.backlog,
+            self._transfer.num_waits if self._transfer else 0,
+        )
+        return dict(zip(COUNTS, counts, strict=True))
 
     def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
         """Write the records of these last requests (key, tokens, reason), flush and close the store."""
@@ -152,20 +211,30 @@ class CaptureSession:
                 statistics.num_records,
             )
 
-    def _open_recorder(self, config: Any, runner: str) -> Recorder:
+    def _open_recorder(self, config: Any) -> Recorder:
         assert self._settings.capture is not None
         model = str(config.model_config.model)
         meta = StoreMeta(
-            layer_ids=self.layer_ids,
+            layer_ids=self._capture.layer_ids,
             hidden_size=self._hidden_size,
             dtype=str(self._dtype).removeprefix("torch."),
-            num_hidden_layers=self._num_hidden_layers,
+            num_hidden_layers=self._capture.num_hidden_layers,
             model=model,
             model_fingerprint=fingerprint_model(model, config.model_config.hf_config.to_dict()),
             vllm_version=current_ledger().vllm_version,
-            runner=runner,
+            runner=self._capture.runner,
         )
-        return Recorder(StoreWriter.open(self._settings.capture, meta), self.layer_ids)
+        return Recorder(
+            StoreWriter.open(self._settings.capture, meta, part=self._describe_part(config)), self.layer_ids
+        )
+
+    def _describe_part(self, config: Any) -> Part | None:
+        """What tells the pipeline stages' logs of this engine which rows belong together; None for an only writer."""
+        share = self._capture.share
+        if share.num_parts == 1 and len(share.columns) == len(self._capture.layer_ids):
+            return None
+        session = f"{config.instance_id}-{config.parallel_config.data_parallel_rank}"
+        return Part(session, share.part, share.num_parts, share.columns)
 
     def _open_book(self, kv_cache_config: Any) -> RowBook:
         group = self._seam.full_attention_group(kv_cache_config)
@@ -211,7 +280,9 @@ class CaptureSession:
         prompt = _prompt_tokens(request)
         captured = self._recording and options.capture and self._is_sampled(request_id)
         if captured:
-            self._recorder.begin(request.req_id, _facts(request_id, prompt, options))
+            facts = RequestFacts(request_id, prompt, options.tag, options.loss_spans, self._num_begun)
+            self._recorder.begin(request.req_id, facts)
+            self._num_begun += 1
         return NewRequest(
             request.req_id,
             len(prompt),
@@ -243,10 +314,6 @@ class CaptureSession:
         self._book.forget(key)
 
 
-def _facts(request_id: str, prompt: NDArray[np.int64], options: RequestOptions) -> RequestFacts:
-    return RequestFacts(request_id, prompt, options.tag, options.loss_spans)
-
-
 def _prompt_tokens(request: Any) -> NDArray[np.int64]:
     """The prompt's token ids, int64 `[prompt tokens]`; -1 where the prompt is embeddings or an image's place."""
     if request.prompt_token_ids is None:
@@ -255,12 +322,13 @@ def _prompt_tokens(request: Any) -> NDArray[np.int64]:
     return np.full_like(tokens, -1) if request.mm_features else tokens
 
 
-def _refuse_parallelism(config: Any) -> None:
-    """What is not captured yet is refused by name, before the weights are read."""
-    for name in PARALLEL_SIZES:
-        refusal = describe_parallelism(name, getattr(config.parallel_config, name))
-        if refusal:
-            raise CaptureError(refusal)
+def _refuse_parallelism(config: Any, seam: Seam) -> None:
+    """What is not captured is refused by name, before the weights are read."""
+    sizes = {name: getattr(config.parallel_config, name, 1) for name in CONTEXT_PARALLEL_SIZES}
+    refusals = [describe_context_parallelism(name, size) for name, size in sizes.items()]
+    refusals.append(describe_sharded_stream(seam.sharding_option(config)))
+    for refusal in filter(None, refusals):
+        raise CaptureError(refusal)
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:
         raise CaptureError(
             "speculative decoding with async scheduling: the scheduler's positions run ahead of what is accepted, and "

@@ -154,15 +154,18 @@ def _run(
                 _capture_group(llm, group)
                 group_tokens = sum(len(item.token_ids) for item in group)
                 limit = int(group_tokens * GROUP_SECONDS / (time.perf_counter() - group_started))
-                statistics = llm.collective_rpc("overlay_statistics")[0]
-                bar.set_postfix_str(f"{statistics['bytes'] / 1e6:.0f} MB")
+                bar.set_postfix_str(f"{_count_bytes(llm.collective_rpc('overlay_statistics')) / 1e6:.0f} MB")
                 bar.update(group_tokens)
-        statistics = llm.collective_rpc("overlay_flush")[0]
+        num_bytes = _count_bytes(llm.collective_rpc("overlay_flush"))
         seconds = time.perf_counter() - started
     finally:
         shut_down(llm)
     _check_complete(store, items)
-    return CaptureSummary(len(items), already_there, num_tokens, int(statistics["bytes"]), seconds)
+    return CaptureSummary(len(items), already_there, num_tokens, num_bytes, seconds)
+
+
+def _count_bytes(of_every_rank: Sequence[dict[str, int]]) -> int:
+    return sum(statistics["bytes"] for statistics in of_every_rank)
 
 
 def _check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:

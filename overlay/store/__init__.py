@@ -4,7 +4,7 @@ and its reader.
 Nothing here may import vllm, the patches or the capture worker: the training side reads a store where vLLM is not
 installed.
 
-    STORE/index.sqlite                       one row per record (see index.py)
+    STORE/index.sqlite                       one row per record (see index.py; for pipeline stages also parts.py)
     STORE/shards/<log>-<shard>.safetensors   rows [rows, layers, hidden] (see shard.py)
     STORE/shards/<log>.lock                  held by the log's writer while it lives (see log.py)
     STORE/store.lock                         held while a writer opens or closes
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
 from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.parts import Part
 from vllm_overlay.store.reader import Damage, Record, Store
 from vllm_overlay.store.summary import LayerNorms, StoreSummary, measure_norms, summarize
 from vllm_overlay.store.writer import PendingRecord, StoreWriter
@@ -24,6 +25,7 @@ __all__ = [
     "Damage",
     "IncompleteRecordError",
     "LayerNorms",
+    "Part",
     "PendingRecord",
     "Record",
     "Store",

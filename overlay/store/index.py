@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.extents import Extents, unpack_extents
 from vllm_overlay.store.log import SHARDS_FOLDER, ShardRows
 from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.parts import PARTS_SCHEMA
 
 logger = logging.getLogger("vllm_overlay.store")
 
 INDEX_FILE = "index.sqlite"
-# 1: a record's checksum goes over its rows. 2: over the hashes of its rows (see checksum.py).
+# 1: a record's checksum goes over its rows. 2: over the hashes of its rows (see checksum.py), and a record may have
+# several parts (see parts.py).
 SCHEMA_VERSION = 2
 WAIT_FOR_OTHER_WRITERS_S = 60
 
 # records: only ever added, so that ids are 1, 2, 3, ... in the order of their commits, across all writers. The blobs
 # come last: SQLite then reads the facts before them without the blobs' pages. token_ids and extents are little-endian
 # int64, loss_mask is a byte a token, checksum the 8 bytes of a digest (see checksum.py). logs: `closed` is NULL until
-# its writer, or after a crash the next one, is done with it; `dropped` counts the rows a crash left in no record.
+# its writer, or after a crash the next one, is done with it; `dropped` counts the rows a crash left in no record;
+# `columns` is NULL if its rows hold all of the store's layers, or else which ones, as JSON; `session` is that of the
+# engine whose pipeline stage writes it. A record of several parts has its first in `records`, the others in `parts`.
 SCHEMA = (
     "CREATE TABLE meta (schema_version INTEGER NOT NULL, meta TEXT NOT NULL, created REAL NOT NULL)",
     """CREATE TABLE logs (
         id INTEGER PRIMARY KEY, started REAL NOT NULL, pid INTEGER NOT NULL, rows INTEGER NOT NULL DEFAULT 0,
-        closed REAL, clean INTEGER, dropped INTEGER NOT NULL DEFAULT 0)""",
+        closed REAL, clean INTEGER, dropped INTEGER NOT NULL DEFAULT 0, session TEXT, columns TEXT)""",
     """CREATE TABLE shards (
         log INTEGER NOT NULL REFERENCES logs, number INTEGER NOT NULL, file TEXT NOT NULL,
         first_row INTEGER NOT NULL, rows INTEGER NOT NULL,
@@ -39,6 +46,7 @@ SCHEMA = (
         num_tokens INTEGER NOT NULL, num_prompt_tokens INTEGER NOT NULL, complete INTEGER NOT NULL,
         finish_reason TEXT NOT NULL, tag TEXT, checksum BLOB NOT NULL, created REAL NOT NULL,
         extents BLOB NOT NULL, loss_mask BLOB, token_ids BLOB NOT NULL)""",
+    *PARTS_SCHEMA,
     "CREATE INDEX records_by_request ON records (request_id)",
     "CREATE INDEX records_by_tag ON records (tag)",
 )
@@ -74,7 +82,7 @@ class Index:
             if not index.has_schema():
                 index._create_schema(meta)
             misfits = meta.misfits(index.read_meta())
-            version = index.read_version()
+            version = index.version
             if version < SCHEMA_VERSION:
                 raise StoreError(
                     f"{folder} was written in version {version} of the store's schema, which this release reads and "
@@ -133,7 +141,7 @@ class Index:
 
     def read_meta(self) -> StoreMeta:
         """Raises StoreError if the index was written in a newer schema."""
-        version, text = self.read_version(), self.execute("SELECT meta FROM meta")[0][0]
+        version, text = self.version, self.execute("SELECT meta FROM meta")[0][0]
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path.parent} was written in version {version} of the store's schema, "
@@ -141,13 +149,36 @@ class Index:
             )
         return StoreMeta.from_json(text)
 
-    def read_version(self) -> int:
+    @cached_property
+    def version(self) -> int:
         """The version of the schema that the index was written in."""
         return int(self.execute("SELECT schema_version FROM meta")[0][0])
 
     def read_shards(self, log: int) -> list[ShardRows]:
         found = self.execute("SELECT number, file, first_row, rows FROM shards WHERE log = ? ORDER BY number", (log,))
         return [ShardRows(*row) for row in found]
+
+    def read_log_meta(self, log: int) -> StoreMeta:
+        """What is true of the rows of this log, which may hold some of the store's layers only."""
+        meta = self.read_meta()
+        if self.version < 2:
+            return meta
+        columns = self.execute("SELECT columns FROM logs WHERE id = ?", (log,))[0][0]
+        return meta if columns is None else meta.narrow(json.loads(columns))
+
+    def read_parts(self, record: int) -> list[tuple[int, bytes, bytes]]:
+        """(log, packed extents, checksum) of each part of a record, the first part first."""
+        parts = self.execute("SELECT log, extents, checksum FROM records WHERE id = ?", (record,))
+        if self.version >= 2:
+            parts += self.execute("SELECT log, extents, checksum FROM parts WHERE record = ? ORDER BY part", (record,))
+        return parts
+
+    def read_extents(self, log: int) -> list[Extents]:
+        """The extents of everything that records refer to in this log."""
+        blobs = self.execute("SELECT extents FROM records WHERE log = ?", (log,))
+        if self.version >= 2:
+            blobs += self.execute("SELECT extents FROM parts WHERE log = ? AND record IS NOT NULL", (log,))
+        return [unpack_extents(blob) for (blob,) in blobs]
 
     def write_shards(self, log: int, shards: Iterable[ShardRows]) -> None:
         self.execute_many(

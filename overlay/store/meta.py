@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -63,6 +64,10 @@ class StoreMeta:
     @property
     def row_bytes(self) -> int:
         return len(self.layer_ids) * self.hidden_size * self.torch_dtype.itemsize
+
+    def narrow(self, columns: Sequence[int]) -> StoreMeta:
+        """The same with these columns of a row only, in this order."""
+        return replace(self, layer_ids=tuple(self.layer_ids[column] for column in columns))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -22,7 +22,7 @@ from vllm_overlay.store.log import ShardRows
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.shard import Shard, read_data_start
 
-COLUMNS = "request_id, num_prompt_tokens, complete, finish_reason, tag, log, extents, loss_mask, token_ids"
+COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids"
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,24 @@ class Piece:
 class ShardMaps:
     """The rows of all logs, each shard mapped into memory once, when it is first needed."""
 
-    def __init__(self, folder: Path, meta: StoreMeta) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.meta = meta
+        self._metas: dict[int, StoreMeta] = {}
         self._shards: dict[int, list[ShardRows]] = {}
         self._maps: dict[str, torch.Tensor] = {}
 
     def learn(self, log: int, index: Index) -> None:
-        """Read which shards the log has by now. A writer that is at work adds to them."""
+        """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
+        self._metas[log] = index.read_log_meta(log)
         self._shards[log] = index.read_shards(log)
+
+    def meta(self, log: int) -> StoreMeta:
+        """What is true of the log's rows."""
+        return self._metas[log]
 
     def knows(self, log: int, end: int) -> bool:
         shards = self._shards.get(log)
-        return shards is not None and len(shards) > 0 and end <= shards[-1].first_row + shards[-1].rows
+        return shards is not None and (end == 0 or (len(shards) > 0 and end <= shards[-1].first_row + shards[-1].rows))
 
     def split(self, log: int, start: int, count: int) -> Iterator[Piece]:
         """The rows, cut where one shard ends and the next begins."""
@@ -62,17 +67,25 @@ class ShardMaps:
             yield Piece(shard.file, first, here)
             start, count, at = start + here, count - here, at + 1
 
-    def view(self, piece: Piece) -> torch.Tensor:
-        """`[count, layers, hidden]`, a view of the map. Raises StoreError if the file is missing or cut short."""
-        rows = self._map(piece.file)[piece.first : piece.first + piece.count]
+    def join(self, log: int, extents: Extents) -> torch.Tensor:
+        """The rows of extents without holes, `[rows, the log's layers, hidden]`: a view of one shard's map, or a copy.
+
+        Raises StoreError if a shard is missing or cut short.
+        """
+        pieces = [piece for start, count in extents.tolist() for piece in self.split(log, start, count)]
+        views = [self._view(piece, log) for piece in pieces]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def _view(self, piece: Piece, log: int) -> torch.Tensor:
+        rows = self._map(piece.file, log)[piece.first : piece.first + piece.count]
         if len(rows) < piece.count:
             last = piece.first + piece.count - 1
             raise StoreError(f"{self.folder / piece.file} is cut short: rows {piece.first}..{last} are not all there")
         return rows
 
-    def _map(self, file: str) -> torch.Tensor:
+    def _map(self, file: str, log: int) -> torch.Tensor:
         if file not in self._maps:
-            self._maps[file] = _map_shard(self.folder / file, self.meta)
+            self._maps[file] = _map_shard(self.folder / file, self._metas[log])
         return self._maps[file]
 
 
@@ -99,6 +112,14 @@ def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
     return content[start:].view(meta.torch_dtype).view(rows, *meta.row_shape)
 
 
+@dataclass(frozen=True)
+class RecordPart:
+    """Where a record's rows are: extents of a log. A record has one part for each pipeline stage that wrote layers."""
+
+    log: int
+    extents: Extents
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """One captured request of T tokens. token_ids: int64 [T]. loss_mask: bool [T], or None if capture knew of none."""
@@ -110,8 +131,8 @@ class Record:
     complete: bool
     finish_reason: str
     tag: str | None
-    _log: int = field(repr=False)
-    _extents: Extents = field(repr=False)
+    _layer_ids: tuple[int, ...] = field(repr=False)
+    _parts: tuple[RecordPart, ...] = field(repr=False)
     _maps: ShardMaps = field(repr=False)
 
     @property
@@ -122,19 +143,25 @@ class Record:
         not write to it. Otherwise it is a copy. Raises IncompleteRecordError if positions have no row, StoreError if a
         shard is missing or cut short.
         """
-        holes = find_holes(self._extents)
+        self._refuse_holes()
+        if len(self._parts) == 1:
+            return self._maps.join(self._parts[0].log, self._parts[0].extents)
+        rows = {part.log: self._maps.join(part.log, part.extents) for part in self._parts}
+        columns = {  # [T, hidden] each
+            layer_id: rows[log][:, column]
+            for log in rows
+            for column, layer_id in enumerate(self._maps.meta(log).layer_ids)
+        }
+        return torch.stack([columns[layer_id] for layer_id in self._layer_ids], dim=1)
+
+    def _refuse_holes(self) -> None:
+        holes = sorted({hole for part in self._parts for hole in find_holes(part.extents)})
         if holes:
             missing = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in holes)
             raise IncompleteRecordError(
                 f"record {self.request_id!r} of {self._maps.folder} is incomplete: "
                 f"positions {missing} of {len(self.token_ids)} have no hidden states"
             )
-        pieces = [
-            piece for start, count in self._extents.tolist() for piece in self._maps.split(self._log, start, count)
-        ]
-        if len(pieces) == 1:
-            return self._maps.view(pieces[0])
-        return torch.cat([self._maps.view(piece) for piece in pieces])
 
 
 @dataclass(frozen=True)
@@ -163,11 +190,11 @@ class Store:
         self._pid = os.getpid()
         try:
             self.meta = self._index.read_meta()
-            self._compute_checksum = COMPUTE_CHECKSUM[self._index.read_version()]
+            self._compute_checksum = COMPUTE_CHECKSUM[self._index.version]
         except BaseException:
             self._index.close()
             raise
-        self._maps = ShardMaps(folder, self.meta)
+        self._maps = ShardMaps(folder)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
@@ -216,21 +243,24 @@ class Store:
 
     def check(self, number: int) -> Damage | None:
         """Read record `number` from disk again and compare it with its checksum. None if it is whole."""
-        request_id, log, extents, token_ids, checksum = self._fetch(
-            number, "request_id, log, extents, token_ids, checksum"
-        )
-        rows = unpack_extents(extents)
-        self._learn(log, rows)
+        request_id, token_ids, record = self._fetch(number, "request_id, token_ids, id")
+        rows: list[str] = []
+        problem = None
+        for log, blob, checksum in self.index.read_parts(record):
+            part = self._learn(RecordPart(log, unpack_extents(blob)))
+            rows += self._name_rows(part)
+            problem = problem or self._find_problem(part, token_ids, checksum)
+        return Damage(number, request_id, tuple(rows), problem) if problem else None
+
+    def _find_problem(self, part: RecordPart, token_ids: bytes, checksum: bytes) -> str | None:
+        meta = self._maps.meta(part.log)
         try:
             found = self._compute_checksum(
-                token_ids, rows, self.meta.row_bytes, lambda start, out: self._read(log, start, out)
+                token_ids, part.extents, meta.row_bytes, lambda start, out: self._read(part.log, start, out)
             )
         except StoreError as error:
-            return Damage(number, request_id, self._name_rows(log, rows), str(error))
-        if found == checksum:
-            return None
-        problem = f"checksum {checksum.hex()} expected, {found.hex()} found"
-        return Damage(number, request_id, self._name_rows(log, rows), problem)
+            return str(error)
+        return None if found == checksum else f"checksum {checksum.hex()} expected, {found.hex()} found"
 
     def verify(self) -> Iterator[Damage]:
         """Every record that does not match its checksum, or whose rows cannot be read."""
@@ -261,9 +291,8 @@ class Store:
         return self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (number % length + 1,))[0]
 
     def _make_record(self, row: tuple[Any, ...]) -> Record:
-        request_id, num_prompt_tokens, complete, finish_reason, tag, log, extents, loss_mask, token_ids = row
-        rows = unpack_extents(extents)
-        self._learn(log, rows)
+        record, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids = row
+        parts = [RecordPart(log, unpack_extents(blob)) for log, blob, _ in self.index.read_parts(record)]
         return Record(
             request_id=request_id,
             token_ids=torch.from_numpy(np.frombuffer(token_ids, dtype="<i8").astype(np.int64)),
@@ -272,30 +301,32 @@ class Store:
             complete=bool(complete),
             finish_reason=finish_reason,
             tag=tag,
-            _log=log,
-            _extents=rows,
+            _layer_ids=self.layer_ids,
+            _parts=tuple(map(self._learn, parts)),
             _maps=self._maps,
         )
 
-    def _learn(self, log: int, extents: Extents) -> None:
-        stored = extents[extents[:, 0] != HOLE]
-        if len(stored) and not self._maps.knows(log, int(stored.sum(axis=1).max())):
-            self._maps.learn(log, self.index)
+    def _learn(self, part: RecordPart) -> RecordPart:
+        stored = part.extents[part.extents[:, 0] != HOLE]
+        if not self._maps.knows(part.log, int(stored.sum(axis=1).max(initial=0))):
+            self._maps.learn(part.log, self.index)
+        return part
 
     def _read(self, log: int, start: int, out: memoryview) -> None:
         """Fill `out` from disk, not from the maps, which this process may have written to."""
-        for piece in self._maps.split(log, start, len(out) // self.meta.row_bytes):
-            shard = Shard.open(self._folder / piece.file, self.meta)
+        meta = self._maps.meta(log)
+        for piece in self._maps.split(log, start, len(out) // meta.row_bytes):
+            shard = Shard.open(self._folder / piece.file, meta)
             try:
-                shard.read(piece.first, out[: piece.count * self.meta.row_bytes])
+                shard.read(piece.first, out[: piece.count * meta.row_bytes])
             finally:
                 shard.close()
-            out = out[piece.count * self.meta.row_bytes :]
+            out = out[piece.count * meta.row_bytes :]
 
-    def _name_rows(self, log: int, extents: Extents) -> tuple[str, ...]:
-        return tuple(
+    def _name_rows(self, part: RecordPart) -> list[str]:
+        return [
             f"{piece.file} {piece.first}..{piece.first + piece.count - 1}"
-            for start, count in extents.tolist()
+            for start, count in part.extents.tolist()
             if start != HOLE
-            for piece in self._maps.split(log, start, count)
-        )
+            for piece in self._maps.split(part.log, start, count)
+        ]

@@ -7,16 +7,17 @@ import time
 from pathlib import Path
 
 from vllm_overlay.store.errors import naming_path
-from vllm_overlay.store.extents import merge_extents, unpack_extents
+from vllm_overlay.store.extents import merge_extents
 from vllm_overlay.store.index import Index
 from vllm_overlay.store.log import SHARDS_FOLDER, LogLock, ShardRows, name_lock
 from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.parts import drop_widowed_parts
 from vllm_overlay.store.shard import shrink_shard
 
 logger = logging.getLogger("vllm_overlay.store")
 
 
-def recover_logs(folder: Path, index: Index, meta: StoreMeta) -> None:
+def recover_logs(folder: Path, index: Index) -> None:
     """Take over each log that was not closed and whose writer is proven dead. The caller holds the store's lock.
 
     Raises StoreError if a file that records refer to is missing or short. Can be repeated if it is interrupted.
@@ -36,19 +37,20 @@ def recover_logs(folder: Path, index: Index, meta: StoreMeta) -> None:
         if lock is None:
             continue
         try:
-            _recover_log(folder, index, meta, log, pid, lock)
+            _recover_log(folder, index, log, pid, lock)
         finally:
             lock.release()
+    with index.transaction():
+        drop_widowed_parts(index.execute)
 
 
-def _recover_log(folder: Path, index: Index, meta: StoreMeta, log: int, pid: int, lock: LogLock) -> None:
-    blobs = index.execute("SELECT extents FROM records WHERE log = ?", (log,))
-    kept = merge_extents(unpack_extents(blob) for (blob,) in blobs)
+def _recover_log(folder: Path, index: Index, log: int, pid: int, lock: LogLock) -> None:
+    kept = merge_extents(index.read_extents(log))
     end = int(kept[-1].sum()) if len(kept) else 0
     # After a power cut the count may be older than the records.
     written = max(lock.read_count(), end)
     dropped = written - int(kept[:, 1].sum())
-    shards = _trim_shards(folder, meta, log, index.read_shards(log), end)
+    shards = _trim_shards(folder, index.read_log_meta(log), log, index.read_shards(log), end)
     with index.transaction():
         index.execute("DELETE FROM shards WHERE log = ?", (log,))
         index.write_shards(log, shards)

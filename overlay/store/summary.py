@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_overlay.store.errors import naming_path
-from vllm_overlay.store.extents import HOLE, merge_extents, unpack_extents
+from vllm_overlay.store.extents import HOLE, merge_extents
 from vllm_overlay.store.reader import Store
 
 ALLOCATION_UNIT = 512  # bytes in a block of st_blocks, whatever the filesystem's own block is (stat(2))
@@ -17,7 +17,8 @@ ALLOCATION_UNIT = 512  # bytes in a block of st_blocks, whatever the filesystem'
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """Counts over all records. Rows and tokens are counts, bytes_on_disk what the filesystem has set aside.
+    """Counts over all records. Rows and tokens are counts, bytes_on_disk what the filesystem has set aside. Where
+    pipeline stages wrote a store, a token has a row in the log of each.
 
     rows_stored: rows that the logs hold, those of writers at work as of their last commit. rows_in_records: of these,
     rows that a record refers to, each once. row_references: the same, once for each record, so that what is above
@@ -79,8 +80,7 @@ def _count_rows(store: Store) -> tuple[int, int]:
     """Rows in records, and references to them."""
     in_records, references = 0, 0
     for (log,) in store.index.execute("SELECT id FROM logs"):
-        blobs = store.index.execute("SELECT extents FROM records WHERE log = ?", (log,))
-        extents = [unpack_extents(blob) for (blob,) in blobs]
+        extents = store.index.read_extents(log)
         in_records += int(merge_extents(extents)[:, 1].sum())
         references += sum(int(each[each[:, 0] != HOLE, 1].sum()) for each in extents)
     return in_records, references

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -21,15 +22,13 @@ from vllm_overlay.store.extents import find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.log import LogLock, RowLog, lock_store, name_lock
 from vllm_overlay.store.meta import StoreMeta
+from vllm_overlay.store.parts import RECORD_COLUMNS, Part, insert_part
 from vllm_overlay.store.recovery import recover_logs
 from vllm_overlay.store.row_hashes import HashingThread, RowHashes
 
 DEFAULT_SHARD_BYTES = 1 << 30
 
-INSERT_RECORD = """INSERT INTO records (
-        log, request_id, num_tokens, num_prompt_tokens, complete, finish_reason, tag, checksum, created,
-        extents, loss_mask, token_ids)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 12)})"
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class PendingRecord:
 
     token_ids: int64 [T]. rows: int64 [T], the row of each position in the writer's own log, -1 where there is none.
     complete: no -1 in rows. loss_mask: bool [T] or None if it is not known. num_prompt_tokens: of the T tokens, those
-    that were given and not generated.
+    that were given and not generated. number: which record of its engine's it is, the same in every pipeline stage.
     """
 
     request_id: str
@@ -49,6 +48,7 @@ class PendingRecord:
     finish_reason: str
     tag: str | None
     loss_mask: NDArray[np.bool_] | None
+    number: int = 0
 
 
 class StoreWriter:
@@ -58,8 +58,9 @@ class StoreWriter:
     Make one with `StoreWriter.open`. As a context manager it closes itself.
     """
 
-    def __init__(self, index: Index, meta: StoreMeta, log: int, rows: RowLog) -> None:
+    def __init__(self, index: Index, meta: StoreMeta, log: int, rows: RowLog, part: Part | None) -> None:
         self.meta = meta
+        self._part = part
         self._index = index
         self._log = log
         self._rows = rows
@@ -73,8 +74,16 @@ class StoreWriter:
         self._lost: StoreError | None = None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], meta: StoreMeta, rows_per_shard: int | None = None) -> StoreWriter:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        meta: StoreMeta,
+        rows_per_shard: int | None = None,
+        part: Part | None = None,
+    ) -> StoreWriter:
         """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 1 GiB.
+
+        With a `part`, this writer's rows hold its columns of the layers in `meta` only, and its `meta` says so.
 
         Logs of writers that died are taken over; what they lose is said in one warning each. Raises StoreError if the
         folder cannot be written, is something else than a store, or holds rows of other layers, another size, dtype or
@@ -87,13 +96,14 @@ class StoreWriter:
         with lock_store(folder):
             index = Index.open_for_writing(folder, meta)
             try:
-                recover_logs(folder, index, meta)
-                log, lock = _start_log(folder, index)
+                recover_logs(folder, index)
+                log, lock = _start_log(folder, index, part)
             except BaseException:
                 index.close()
                 raise
-        rows = RowLog(folder, log, meta, rows_per_shard or max(1, DEFAULT_SHARD_BYTES // meta.row_bytes), lock)
-        return cls(index, meta, log, rows)
+        own = meta if part is None else meta.narrow(part.columns)
+        rows = RowLog(folder, log, own, rows_per_shard or max(1, DEFAULT_SHARD_BYTES // own.row_bytes), lock)
+        return cls(index, own, log, rows, part)
 
     @property
     def num_rows(self) -> int:
@@ -144,8 +154,15 @@ class StoreWriter:
             with self._index.transaction():
                 self._index.write_shards(self._log, self._rows.shards[self._shards_in_index :])
                 self._index.execute("UPDATE logs SET rows = ? WHERE id = ?", (self._rows.rows, self._log))
-                self._index.execute_many(INSERT_RECORD, values)
+                self._insert(records, values)
             self._shards_in_index = len(self._rows.shards)
+
+    def _insert(self, records: Sequence[PendingRecord], values: Sequence[tuple[object, ...]]) -> None:
+        if self._part is None:
+            self._index.execute_many(INSERT_RECORD, values)
+            return
+        for record, row in zip(records, values, strict=True):
+            insert_part(self._index.execute, self._part, record.number, row)
 
     def close(self) -> None:
         """Finish the log; a second call does nothing. Raises StoreError if rows cannot be put on disk."""
@@ -216,7 +233,7 @@ class StoreWriter:
             raise StoreError(f"{name}: said to be {said}, and {missing} of {tokens} rows are missing")
 
     def _pack(self, record: PendingRecord) -> tuple[object, ...]:
-        """The values of the record's row in the index, in the order of INSERT_RECORD."""
+        """The values of the record's row in the index, in the order of RECORD_COLUMNS."""
         extents = find_extents(record.rows)
         token_ids = record.token_ids.astype("<i8").tobytes()
         return (
@@ -235,11 +252,15 @@ class StoreWriter:
         )
 
 
-def _start_log(folder: Path, index: Index) -> tuple[int, LogLock]:
+def _start_log(folder: Path, index: Index, part: Part | None) -> tuple[int, LogLock]:
     """A new log and its lock, which is held before others can see the log: they cannot take its writer for dead."""
     with ExitStack() as undo:
         with index.transaction():
-            index.execute("INSERT INTO logs (started, pid) VALUES (?, ?)", (time.time(), os.getpid()))
+            of_part = (None, None) if part is None else (part.session, json.dumps(part.columns))
+            index.execute(
+                "INSERT INTO logs (started, pid, session, columns) VALUES (?, ?, ?, ?)",
+                (time.time(), os.getpid(), *of_part),
+            )
             log = int(index.execute("SELECT max(id) FROM logs")[0][0])
             lock = LogLock.create(folder / name_lock(log))
             undo.callback(lock.release)

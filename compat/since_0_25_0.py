@@ -1,0 +1,15 @@
+"""vLLM from 0.25.0 on: models spread the residual stream itself over ranks. The rest as in 0.24.0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_overlay.compat import since_0_24_0
+from vllm_overlay.compat.since_0_24_0 import *  # noqa: F403
+
+
+def sharding_option(vllm_config: Any) -> str | None:
+    """As in 0.24.0; DeepSeek's layers hand on a part of the stream where experts run sequence-parallel."""
+    if vllm_config.parallel_config.use_sequence_parallel_moe:
+        return "enable_expert_parallel with both tensor and data parallelism"
+    return since_0_24_0.sharding_option(vllm_config)
