@@ -8,8 +8,8 @@ turns: off, on, on, off, and so on. A shared machine changes its speed by a thir
 engine's rounds with another's five minutes later would measure; rounds that lie side by side see the same machine. Both
 engines of a pair get the same prompts, every pair fresh ones (the prefix cache finds nothing). The first pair warms up
 and is not counted. A round with capture ends when its records are in the store. The figure is the median of the pairs'
-quotients. The stores are written below --store (default: a temporary folder) and removed. At the end, without vLLM, what
-the accounting of such a decode step takes on the host, in microseconds: tools/step_cost.py says of which parts.
+quotients. The stores are written below --store (default: a temporary folder) and removed. At the end, without vLLM,
+what the accounting of such a decode step takes on the host, in microseconds: tools/step_cost.py says of which parts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from step_cost import measure
 
 SIDES = ("off", "on")
 
@@ -129,6 +127,9 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
+    # Here, because the process of the side without capture shall load nothing of ours.
+    from step_cost import measure
+
     command = shlex.join(["python", *sys.argv]).replace(str(Path.home()), "~")
     report: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
     with ExitStack() as stack:
