@@ -86,7 +86,6 @@ class PlayedSession(CaptureSession):
         self._kv_group = 0
         self._num_begun = 0
         self._recording = True
-        self._num_begun = 0
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
         keys = tuple(f"{number}-0a1b2c3d" for number in range(num_requests))
         tokens = torch.full((max_tokens,), TOKEN, dtype=torch.int32)
