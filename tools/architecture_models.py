@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from architecture_fields import ALIASES, BARE, BARE_FIELDS, EXTRA, SIZES
+from architecture_fields import ALIASES, BARE, BARE_FIELDS, CONFIGURED_BY_VLLM, EXTRA, SIZES
 
 VOCABULARY = 128
 SPREAD = 0.08
+
+_FLOAT32 = {"dtype": "float32", "torch_dtype": "float32"}
 
 # The configuration of a model that neither transformers nor vLLM has a class for takes whatever fields it is given.
 BARE_CONFIGURATION = """
@@ -46,23 +48,31 @@ class NoRecipe(Exception):
     """Nothing says how this architecture is configured."""
 
 
-def write_checkpoint(architecture: str, folder: Path, seed: int = 0) -> Checkpoint:
-    """A random checkpoint in `folder`. Errors: NoRecipe, and what a configuration class raises."""
+def write_checkpoint(architecture: str, folder: Path, seed: int = 0, *, weights: bool = True) -> Checkpoint:
+    """A random checkpoint in `folder`; without `weights`, vLLM makes them even where transformers could.
+
+    Errors: NoRecipe, and what a configuration class raises.
+    """
     import transformers
 
     name = ALIASES.get(architecture, architecture)
     folder.mkdir(parents=True, exist_ok=True)
     model_class = getattr(transformers, name, None)
+    if architecture in CONFIGURED_BY_VLLM:
+        model_class = None
     if model_class is not None and getattr(model_class, "config_class", None) is not None:
         config = shrink(model_class.config_class, EXTRA.get(architecture, {}))
-        _write_weights(model_class, config, folder, seed)
-        _write_config(folder, architecture, {})
-        return Checkpoint(folder, "transformers", type(config).__name__, model_class)
+        if weights and _write_weights(model_class, config, folder, seed):
+            _write_config(folder, architecture, {})
+            return Checkpoint(folder, "transformers", type(config).__name__, model_class)
+        config.save_pretrained(folder)
+        _write_config(folder, architecture, _FLOAT32)
+        return Checkpoint(folder, "vllm", type(config).__name__, None)
     config_class = _find_vllm_config(architecture)
     if config_class is not None:
         config = shrink(config_class, EXTRA.get(architecture, {}))
         config.save_pretrained(folder)
-        _write_config(folder, architecture, {"dtype": "float32", "torch_dtype": "float32"})
+        _write_config(folder, architecture, _FLOAT32)
         return Checkpoint(folder, "vllm", config_class.__name__, None)
     if architecture not in BARE:
         raise NoRecipe(f"neither transformers {transformers.__version__} nor vLLM has a configuration for it")
@@ -78,8 +88,8 @@ def shrink(config_class: Any, extra: Mapping[str, Any]) -> Any:
     whole = config_class()
     fields = {name: value for name, value in SIZES.items() if _has(whole, name)}
     if _has(whole, "kv_lora_rank"):
-        # Latent attention: as many key-value heads as heads.
-        fields |= {name: 2 for name in ("num_key_value_heads",) if name in fields}
+        # vLLM's rotary embeddings on a CPU take the heads of a query of latent attention for tokens.
+        fields |= {name: 1 for name in ("num_attention_heads", "num_key_value_heads") if name in fields}
     if "layers_block_type" not in extra:
         fields |= _shrink_pattern(whole, "layer_types", int(fields.get("num_hidden_layers", 4)))
     for name in ("text_config", "vision_config", "audio_config"):
@@ -90,14 +100,26 @@ def shrink(config_class: Any, extra: Mapping[str, Any]) -> Any:
         small = shrink(type(part), extra.get(name, {})).to_dict()
         fields[name] = {**small, "model_type": type(part).model_type}
     fields |= {name: value for name, value in extra.items() if not isinstance(value, Mapping) or name not in fields}
-    return config_class(**{name: value for name, value in fields.items() if value is not _ABSENT})
+    return config_class(**_as_this_transformers_has_it(whole, fields))
 
 
-_ABSENT = object()
+def _as_this_transformers_has_it(whole: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """transformers 4 has `rope_scaling` for `rope_parameters`, and no width of its own in DBRX's experts."""
+    given = dict(fields)
+    if "rope_parameters" in given and not hasattr(whole, "rope_parameters"):
+        rope = given.pop("rope_parameters")
+        given |= {"rope_scaling": {**rope, "type": "default", "rope_type": "default"}, "rope_theta": rope["rope_theta"]}
+    part = getattr(whole, "ffn_config", None)
+    if part is not None and "hidden_size" in given.get("ffn_config", {}) and not hasattr(part, "hidden_size"):
+        given["ffn_config"] = {name: value for name, value in given["ffn_config"].items() if name != "hidden_size"}
+    return given
 
 
 def _has(config: Any, name: str) -> bool:
-    return name in config.to_dict() or name in getattr(type(config), "attribute_map", {})
+    """Whether the class has the field and does not leave it out."""
+    fields = config.to_dict()
+    written_as = getattr(type(config), "attribute_map", {}).get(name, name)
+    return fields.get(name) is not None or fields.get(written_as) is not None
 
 
 def _shrink_pattern(whole: Any, name: str, layers: int) -> dict[str, Any]:
@@ -112,8 +134,11 @@ def _shrink_pattern(whole: Any, name: str, layers: int) -> dict[str, Any]:
     return {name: (kinds * count)[:count], "num_hidden_layers": count}
 
 
-def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> None:
-    """Random weights; norms that are not the identity, so that a state taken behind one is seen to be another."""
+def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> bool:
+    """Random weights; norms that are not the identity, so that a state taken behind one is seen to be another.
+
+    False where transformers cannot save them: before 5 it refuses Zamba2's, which several layers share.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +150,13 @@ def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> No
                     parameter.copy_(torch.randn_like(parameter) * SPREAD)
                 elif "norm" in name or "ln_" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except RuntimeError as error:
+        if "shared tensors" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _write_config(folder: Path, architecture: str, more: Mapping[str, Any]) -> None:
@@ -135,8 +166,14 @@ def _write_config(folder: Path, architecture: str, more: Mapping[str, Any]) -> N
 
 
 def _find_vllm_config(architecture: str) -> Any:
-    """vLLM's own configuration class of an architecture, by the model type that EXTRA names."""
+    """vLLM's own configuration class of an architecture, by its name or by the model type that EXTRA names."""
     from vllm.transformers_utils import config as vllm_config
 
-    model_type = EXTRA.get(architecture, {}).get("model_type")
-    return vllm_config._CONFIG_REGISTRY.get(model_type)
+    registry = vllm_config._CONFIG_REGISTRY
+    by_name = {str(name): model_type for model_type, name in dict.items(registry)}
+    wanted = EXTRA.get(architecture, {}).get("model_type")
+    model_type = wanted or by_name.get(f"{architecture.removesuffix('ForCausalLM')}Config")
+    if model_type not in registry:
+        return None
+    # Its `get` gives the name of the class, and only this the class.
+    return registry[model_type]

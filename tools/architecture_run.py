@@ -1,7 +1,8 @@
 """Architectures through the real engine on the CPU, one after the other, each in a fork of a process that has imported
 everything: a crash or a hang costs one architecture, and nothing is imported twice.
 
-    python architecture_run.py FOLDER NAME...     # prints one line of JSON for each, as it is done
+    python architecture_run.py FOLDER NAME...     # prints one line of JSON for each, as it is done; NAME:dummy
+                                                  # has weights that vLLM makes, even where transformers could
 
 With `VLLM_OVERLAY=1` in the environment every layer is captured and judged; without, the engine only runs.
 """
@@ -25,6 +26,9 @@ from architecture_fields import ENGINE
 from architecture_models import Checkpoint, NoRecipe, write_checkpoint
 
 Verdict = Literal["equal", "consistent", "refused", "cannot be built", "differs", "fails", "no recipe", "runs"]
+
+# Behind an architecture's name: with weights that vLLM makes, even where transformers could.
+DUMMY = ":dummy"
 
 SECONDS = 150
 TOLERANCE = 1e-4
@@ -79,12 +83,15 @@ class Watch:
     def _make_note(self, index: int) -> Any:
         def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             bound = inspect.signature(layer.forward).bind(*args, **kwargs)
-            self.inputs[index] = self._read_stream(bound.arguments)
+            self.inputs[index] = self._read_streams(bound.arguments)
 
         return note
 
-    def _read_stream(self, arguments: dict[str, Any]) -> Any:
-        """The residual stream among a layer's arguments: the first of width H, and what is called residual."""
+    def _read_streams(self, arguments: dict[str, Any]) -> list[Any]:
+        """What the residual stream may be among a layer's arguments: the first of width H, and it with `residual`.
+
+        Which of the two it is, the final norm and the sampled tokens decide.
+        """
         import torch
 
         named: dict[str, Any] = {}
@@ -98,19 +105,17 @@ class Watch:
         hidden = next((value for name, value in wide.items() if "residual" not in name), None)
         residual = wide.get("residual")
         if hidden is None:
-            return None
-        return (hidden if residual is None else hidden + residual).clone()
+            return []
+        return [hidden.clone()] if residual is None else [hidden + residual, hidden.clone()]
 
     def _note_end(self, layer: Any, args: Any, output: Any) -> None:
         self.is_after_last = True
-        if 0 not in self.inputs or self.inputs[0] is None:
+        if not self.inputs.get(0):
             self.faults.append("the first layer received no tensor of the model's width")
             return
-        rows = len(self.inputs[0])
-        captured = self.session._taps.buffer[:rows]  # [tokens, ids, hidden]
+        captured = self.session._taps.buffer[: len(self.inputs[0][0])]  # [tokens, ids, hidden]
         for index in range(len(self.layers)):
-            stream = self.inputs.get(index)
-            if stream is None or stream.shape != captured[:, index].shape or not stream.equal(captured[:, index]):
+            if not any(_equal(stream, captured[:, index]) for stream in self.inputs.get(index, [])):
                 self.faults.append(f"id {index} is not what layer {index} receives")
         self.rows |= {row.contiguous().numpy().tobytes() for row in captured.float().cpu()}
 
@@ -127,8 +132,9 @@ class Watch:
         if not wide:
             return
         self.is_after_last = False
-        stream = wide[0] if len(wide) == 1 else wide[0] + wide[1]
-        if not stream.equal(self.session._taps.buffer[: len(stream), -1]):
+        streams = [wide[0]] if len(wide) == 1 else [wide[0] + wide[1], wide[0]]
+        captured = self.session._taps.buffer[: len(wide[0]), -1]
+        if not any(_equal(stream, captured) for stream in streams):
             self.faults.append(
                 f"id {len(self.layers)} is not what {type(module).__name__} receives after the last layer"
             )
@@ -145,13 +151,17 @@ class Watch:
         return [int(one) for one in logits.argmax(dim=-1)]
 
 
-def run_engine(checkpoint: Checkpoint, architecture: str, dtype: str) -> Any:
+def _equal(stream: Any, captured: Any) -> bool:
+    return stream.shape == captured.shape and bool(stream.equal(captured))
+
+
+def run_engine(checkpoint: Checkpoint, architecture: str) -> Any:
     """An engine in this process, and what it generated."""
     from vllm import LLM
 
     options = {
         "model": str(checkpoint.folder),
-        "dtype": dtype,
+        "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 128,
         "max_num_seqs": 4,
@@ -196,20 +206,21 @@ def _widen_dummy_weights() -> None:
             setattr(dummy_loader, name, functools.partial(function, low=-0.15, high=0.15))
 
 
-def examine(architecture: str, folder: Path, store: Path | None) -> Finding:
+def examine(architecture: str, folder: Path, store: Path | None, *, weights: bool) -> Finding:
     """Build, run and judge one architecture."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
     try:
-        checkpoint = write_checkpoint(architecture, folder)
+        checkpoint = write_checkpoint(architecture, folder, weights=weights)
     except NoRecipe as error:
         return Finding(architecture, "no recipe", str(error))
     # Otherwise vLLM imports itself once more in a process of its own, to ask the class a few questions.
     engine_class = ".".join(_VLLM_MODELS[architecture])
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-    finding = Finding(architecture, "runs", engine_class=engine_class, config=checkpoint.config)
-    llm = run_engine(checkpoint, architecture, "float32")
+    dtype = ENGINE.get(architecture, {}).get("dtype", "float32")
+    finding = Finding(architecture, "runs", engine_class=engine_class, config=checkpoint.config, dtype=dtype)
+    llm = run_engine(checkpoint, architecture)
     if store is None:
         generate(llm)
         return finding
@@ -222,7 +233,8 @@ def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Fi
 
     watches: list[Watch] = llm.collective_rpc(_watch)
     outputs = generate(llm)
-    llm.collective_rpc("overlay_flush")
+    # A request that ends with the last step is told to the worker with the next one, or at the end.
+    llm.collective_rpc("overlay_close")
     [watch] = watches
     opened = Store.open(store)
     faults = list(dict.fromkeys(watch.faults))
@@ -261,7 +273,7 @@ def _watch(worker: Any) -> Watch:
 def _measure(checkpoint: Checkpoint, records: Sequence[Any], layers: int) -> tuple[float | None, str]:
     """The largest relative distance of a row from transformers', or why there is none to measure."""
     if checkpoint.reference is None:
-        return None, "no class in this transformers"
+        return None, "vLLM's dummy weights" if checkpoint.source == "vllm" else "no class in this transformers"
     try:
         states = [reference_states(checkpoint, record.token_ids, layers) for record in records]
     except Exception as error:  # noqa: BLE001 - whatever another library's forward dies of is the reason
@@ -335,10 +347,10 @@ def _is_ours(error: BaseException) -> bool:
     return False
 
 
-def run_child(architecture: str, folder: Path, store: Path | None) -> Finding:
+def run_child(architecture: str, folder: Path, store: Path | None, *, weights: bool) -> Finding:
     began = time.monotonic()
     try:
-        finding = examine(architecture, folder, store)
+        finding = examine(architecture, folder, store, weights=weights)
     except BaseException as error:  # noqa: BLE001 - whatever it dies of is what there is to say
         traceback.print_exc()
         verdict: Verdict = "refused" if store is not None and _is_ours(error) else "fails"
@@ -346,7 +358,7 @@ def run_child(architecture: str, folder: Path, store: Path | None) -> Finding:
     return dataclasses.replace(finding, seconds=round(time.monotonic() - began, 1))
 
 
-def run_forked(architecture: str, folder: Path, store: Path | None) -> Finding:
+def run_forked(architecture: str, folder: Path, store: Path | None, *, weights: bool) -> Finding:
     """One architecture in a fork, with an end in time."""
     shutil.rmtree(folder, ignore_errors=True)
     if store is not None:
@@ -359,7 +371,7 @@ def run_forked(architecture: str, folder: Path, store: Path | None) -> Finding:
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        finding = run_child(architecture, folder / "model", store)
+        finding = run_child(architecture, folder / "model", store, weights=weights)
         answer.write_text(json.dumps(dataclasses.asdict(finding)))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -390,8 +402,9 @@ def main(words: Sequence[str]) -> int:
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
-    for architecture in words[1:]:
-        finding = run_forked(architecture, folder / architecture, store)
+    for word in words[1:]:
+        architecture = word.removesuffix(DUMMY)
+        finding = run_forked(architecture, folder / architecture, store, weights=word == architecture)
         print(json.dumps(dataclasses.asdict(finding)), flush=True)
     return 0
 

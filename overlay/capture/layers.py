@@ -1,14 +1,15 @@
 """The decoder layers of a built model, and where in their calls the residual stream goes in and comes out.
 
-What a layer means by its arguments is read off its own forward: names, and what its `return` hands on. A layer that
-takes `residual` carries the stream as two summands; one that does not carries it as one tensor, whatever else it
-returns (StableLM returns a `residual` that nobody takes).
+What a layer means by its arguments is read off its own forward, its signature and its text. A layer that reads the
+`residual` that it is given carries the stream as two summands; one that does not carries it as one tensor, whatever
+else it returns.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from torch import nn
 
 from vllm_overlay.capture.limits import STREAM_NAMES, describe_first_layer, describe_output, find_stream
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.source.bindings import Function
+from vllm_overlay.source.residual import NAME, carries_residual, list_returned
 
-_RESIDUAL = "residual"
 _TOWERS = ("vision", "visual", "audio", "image")
 # ChatGLM's text model calls its own stack so.
 _PERHAPS_TOWERS = ("encoder",)
@@ -31,10 +33,13 @@ class TapError(OverlayError):
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """Where the stream is in what a layer returns. `residual` is None where it is one tensor."""
+    """Where the stream is in a tuple that a layer returns: the first value, and `residual`, or None if it is whole.
 
-    hidden: int
+    `count` is how many values there are at most.
+    """
+
     residual: int | None
+    count: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> list[nn.Mod
     }
     found = _leave_out(found, _TOWERS)
     found = _leave_out(found, _PERHAPS_TOWERS) or found
+    # Gemma 3n's model holds its layers once more in a part of it.
+    once = {tuple(map(id, layers)): name for name, layers in reversed(found.items())}
+    found = {name: layers for name, layers in found.items() if name in once.values()}
     outermost = {name: layers for name, layers in found.items() if not _has_parent(name, found)}
     if len(outermost) == 1:
         return next(iter(outermost.values()))
@@ -76,35 +84,37 @@ def read_input(layer: nn.Module) -> StreamInput:
     names = list(parameters)
     hidden = find_stream(names)
     assert hidden is not None
-    residual = _RESIDUAL if _RESIDUAL in parameters else None
+    residual = NAME if carries_residual(_read_forward(layer)) else None
     return StreamInput(hidden, names.index(hidden), residual, names.index(residual) if residual else -1)
 
 
 def read_output(layer: nn.Module) -> StreamOutput:
     """Where the stream is in the tuple that the layer returns, if it returns one.
 
-    Errors: TapError when a layer that carries a residual returns more than two values and does not call one so.
+    Errors: TapError when a layer that carries a residual returns more than two values and does not call one so, or its
+    text is not there to be read.
     """
-    if _RESIDUAL not in inspect.signature(layer.forward).parameters:
-        return StreamOutput(0, None)
-    returned = _read_returned(layer)
-    if len(returned) <= 2:
-        return StreamOutput(0, 1)
+    forward = _read_forward(layer)
+    if not carries_residual(forward):
+        return StreamOutput(None, sys.maxsize)
+    returned = list_returned(forward)
     refusal = describe_output(type(layer).__name__, returned)
     if refusal:
         raise TapError(refusal)
-    return StreamOutput(0, returned.index(_RESIDUAL))
+    return StreamOutput(returned.index(NAME) if len(returned) > 2 else 1, max(2, len(returned)))
 
 
-def _read_returned(layer: nn.Module) -> tuple[str, ...]:
-    """The names in the longest tuple that the layer's forward returns; empty where there is no tuple."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
-    tuples = [
-        tuple(ast.unparse(one) for one in node.value.elts)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)
-    ]
-    return max(tuples, key=len, default=())
+def _read_forward(layer: nn.Module) -> Function:
+    """The layer's forward as text, whatever wraps it."""
+    function = inspect.unwrap(type(layer).forward)
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except OSError as error:
+        raise TapError(f"the text of {type(layer).__name__}.forward cannot be read: {error}") from error
+    node = ast.parse(source).body[0]
+    if not isinstance(node, Function):
+        raise TapError(f"{type(layer).__name__}.forward is no function that is written out")
+    return node
 
 
 def bind(stream: StreamInput, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -115,7 +115,9 @@ class _OutputTap:
             return torch.ops.vllm_overlay.tap(output, None, self.column)
         if not isinstance(output, tuple):
             raise TapError(f"{type(layer).__name__} returns {type(output).__name__}; expected {CAPTURED_OUTPUT}")
-        hidden, place = output[self.stream.hidden], self.stream.residual
+        if len(output) > self.stream.count:
+            raise TapError(f"{type(layer).__name__} returns a tuple of {len(output)}; expected {CAPTURED_OUTPUT}")
+        hidden, place = output[0], self.stream.residual
         residual = output[place] if place is not None and place < len(output) else None
         _refuse_streams(layer, hidden, residual, self.hidden_size)
         tapped = torch.ops.vllm_overlay.tap(hidden, residual, self.column)

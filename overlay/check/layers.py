@@ -132,8 +132,7 @@ def _check_returns(decoder: Decoder) -> Iterator[Line]:
     expected = "one tensor, or hidden states and the residual, of width hidden_size"
     for kind in decoder.kinds:
         returned, written = read_output(kind, decoder.calls)
-        carries_residual = any(one.name == "residual" for one in kind.parameters)
-        refusal = describe_output(kind.name, returned, carries_residual)
+        refusal = describe_output(kind.name, returned, kind.carries_residual)
         if refusal:
             advice = "capture refuses such layers, when the model has been built"
             yield Line("layer output", "fails", expected, refusal.partition(";")[0], advice)

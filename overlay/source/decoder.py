@@ -23,6 +23,7 @@ from vllm_overlay.source.classes import (
 )
 from vllm_overlay.source.definitions import Definitions, Found
 from vllm_overlay.source.registry import Registry
+from vllm_overlay.source.residual import carries_residual
 from vllm_overlay.source.signatures import Parameter, list_parameters, write_signature
 
 # Vision and audio towers have layers of their own; the rest holds no layers.
@@ -36,6 +37,7 @@ class LayerClass:
     """A kind of decoder layer. `parameters` are its forward's, without self.
 
     `returns` is what stands behind its `return`, such as `(hidden_states, residual)`; empty if they differ.
+    `carries_residual`: it reads the residual that it is given, so that the stream is hidden states and residual.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerClass:
     signature: str
     parameters: tuple[Parameter, ...]
     returns: str
+    carries_residual: bool
 
 
 @dataclass(frozen=True)
@@ -307,12 +310,12 @@ def _read_layer(definitions: Definitions, kind: Found) -> LayerClass:
     method = find_method(definitions, kind, "forward")
     place = definitions.place(kind.module, kind.binding) if isinstance(kind.binding, ast.ClassDef) else ""
     if method is None:
-        return LayerClass(kind.path, place, "", (), "")
+        return LayerClass(kind.path, place, "", (), "", False)
     arguments = method.function.args
     signature = write_signature(arguments)
     parameters = list_parameters(signature)[1:]
     shown = signature.replace("(self, ", "(").replace("(self)", "()")
-    return LayerClass(kind.path, place, shown, parameters, _read_returns(method))
+    return LayerClass(kind.path, place, shown, parameters, _read_returns(method), carries_residual(method.function))
 
 
 def _read_returns(method: Method) -> str:

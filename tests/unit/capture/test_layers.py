@@ -10,7 +10,6 @@ from torch import nn
 
 from vllm_overlay.capture.layers import (
     StreamInput,
-    StreamOutput,
     TapError,
     find_decoder_layers,
     read_input,
@@ -66,8 +65,28 @@ class Summed(Plain):
         return hidden_states + self.weight, None
 
 
+class OwnResidual(Plain):
+    """As Cohere and EXAONE 4: takes and returns a residual, and the one that it takes is not looked at."""
+
+    def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        residual = hidden_states
+        hidden_states = hidden_states + self.weight
+        return hidden_states, residual
+
+
+class Delegating(Plain):
+    """Its tuple is made elsewhere, and is longer than a pair."""
+
+    def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        return self.make(hidden_states, residual)
+
+    def make(self, hidden_states: Any, residual: Any) -> Any:
+        return hidden_states, residual, residual
+
+
 class Nameless(Plain):
     def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        hidden_states = hidden_states + residual
         return hidden_states, positions, hidden_states
 
 
@@ -94,12 +113,14 @@ def test_a_residual_is_found_by_its_name_in_a_longer_tuple(kind: type[Plain]) ->
     assert torch.equal(taps.buffer[:TOKENS, 1], hidden * 0 + layer.weight + (hidden + residual))
 
 
+@pytest.mark.parametrize("kind", [ReturnsStale, OwnResidual])
 @torch.no_grad()
-def test_a_residual_that_no_layer_takes_is_no_part_of_the_stream() -> None:
-    layer = ReturnsStale()
+def test_a_residual_that_no_layer_looks_at_is_no_part_of_the_stream(kind: type[Plain]) -> None:
+    layer = kind()
     taps = tap(layer)
     hidden = torch.randn(TOKENS, HIDDEN)
-    _, residual = layer(None, hidden)
+    stale = [torch.randn(TOKENS, HIDDEN)] if kind is OwnResidual else []
+    _, residual = layer(None, hidden, *stale)
     assert torch.equal(residual, hidden)
     assert torch.equal(taps.buffer[:TOKENS, 0], hidden)
     assert torch.equal(taps.buffer[:TOKENS, 1], hidden + 1)
@@ -129,16 +150,34 @@ def test_a_tuple_that_does_not_say_which_is_the_residual_is_refused_by_name() ->
         tap(Nameless())
 
 
+def test_a_tuple_that_is_longer_than_the_forward_says_is_refused_by_name() -> None:
+    layer = Delegating()
+    tap(layer)
+    with pytest.raises(TapError, match="Delegating returns a tuple of 3; expected one tensor"):
+        layer(None, torch.zeros(TOKENS, HIDDEN), torch.zeros(TOKENS, HIDDEN))
+
+
+class TakesX(Plain):
+    def forward(self, positions: Any, x: Any, residual: Any = None, scaling: Any = None) -> Any:
+        return x if residual is None else x + residual, None
+
+
+class TakesInputs(Plain):
+    def forward(self, positions: Any, inputs: Any, residual: Any = None, scaling: Any = None) -> Any:
+        return inputs if residual is None else inputs + residual, None
+
+
+class TakesHiddenStates(Plain):
+    def forward(self, positions: Any, hidden_states: Any, residual: Any = None, scaling: Any = None) -> Any:
+        return hidden_states if residual is None else hidden_states + residual, None
+
+
 @pytest.mark.parametrize("name", ["hidden_states", "x", "inputs"])
 @pytest.mark.parametrize("by", ["position", "keyword"])
 @torch.no_grad()
 def test_the_stream_is_found_whatever_its_name_and_however_it_is_given(name: str, by: str) -> None:
     """CASES 13: id 0 works on every architecture."""
-    scope: dict[str, Any] = {}
-    exec(f"def forward(self, positions, {name}, residual=None, scaling=None): return {name} + 1, None", scope)
-    layer = Plain()
-    type_ = type("Made", (Plain,), {"forward": scope["forward"]})
-    layer.__class__ = type_
+    layer = {"hidden_states": TakesHiddenStates, "x": TakesX, "inputs": TakesInputs}[name]()
     assert read_input(layer) == StreamInput(name, 1, "residual", 2)
     hidden = torch.randn(TOKENS, HIDDEN)
     taps = install_taps([layer], (0,), max_tokens=16, hidden_size=HIDDEN, dtype=torch.float32)
@@ -158,9 +197,8 @@ def test_more_than_one_stream_is_refused_by_name(shape: tuple[int, ...]) -> None
 
 
 def test_where_the_stream_is_in_what_a_layer_returns() -> None:
-    found = [read_output(kind()) for kind in (Plain, KeyValueSharer, ResidualLast, ReturnsStale, Summed)]
-    pair = StreamOutput(0, 1)
-    assert found == [StreamOutput(0, None), pair, StreamOutput(0, 2), StreamOutput(0, None), pair]
+    found = [read_output(kind()).residual for kind in (Plain, KeyValueSharer, ResidualLast, ReturnsStale, OwnResidual)]
+    assert found == [None, 1, 2, None, None]
 
 
 def make_model(**lists: nn.Module) -> nn.Module:
@@ -202,6 +240,13 @@ def test_layers_are_known_by_what_they_take_and_not_only_by_their_name() -> None
     """Falcon-H1's are called FalconH1ParallelHybrid; a list of something else of that length is none."""
     model = make_model(model__layers=make_layers(4), model__rotary=nn.ModuleList([nn.Identity() for _ in range(4)]))
     assert find_decoder_layers(model, 4) == list(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+
+
+def test_a_list_that_is_held_twice_is_one() -> None:
+    """As Gemma 3n's, whose model hands its layers to a part of it."""
+    layers = make_layers(4)
+    model = make_model(model__layers=layers, model__part__layers=nn.ModuleList(list(layers)))
+    assert find_decoder_layers(model, 4) == list(layers)
 
 
 def test_experts_inside_the_layers_are_no_layers() -> None:

@@ -238,7 +238,7 @@ def test_a_class_that_depends_on_the_platform(platform: str, module: str) -> Non
 
 
 def make_kind(signature: str) -> LayerClass:
-    return LayerClass("Layer", "", signature, list_parameters(signature), "")
+    return LayerClass("Layer", "", signature, list_parameters(signature), "", False)
 
 
 def make_call(*positional: str, keywords: tuple[str, ...] = (), has_stars: bool = False) -> LoopCall:
