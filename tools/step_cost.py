@@ -85,6 +85,7 @@ class PlayedSession(CaptureSession):
         self._book = RowBook(block_size=BLOCK_SIZE, num_slots=num_blocks * BLOCK_SIZE)
         self._kv_group = 0
         self._num_begun = 0
+        self._last_ended = 0
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
         keys = tuple(f"{number}-0a1b2c3d" for number in range(num_requests))
@@ -145,7 +146,8 @@ def measure(store: Path, num_requests: int, prompt: int, steps: int) -> dict[str
 def measure_end(session: Any, keys: tuple[str, ...], prompt: int, steps: int) -> dict[str, float]:
     """Seconds for each request that ends, and for the flush of all of them."""
     lengths = [prompt_of(number, prompt) + steps + 1 for number in range(len(keys))]
-    facts = {key: FinishedRequest(length, "length") for key, length in zip(keys, lengths, strict=True)}
+    ended = zip(keys, lengths, range(1, len(keys) + 1), strict=True)
+    facts = {key: FinishedRequest(length, "length", serial) for key, length, serial in ended}
     finished_requests = FinishedRequests(set(keys), facts)
     before, started = writer_seconds(session._recorder), time.perf_counter()
     session.record_step(None, SimpleNamespace(finished_req_ids=finished_requests, total_num_scheduled_tokens=0))

@@ -90,8 +90,8 @@ class CaptureExtension:
         """Do not capture the requests that begin from now on."""
         self._overlay_require().stop()
 
-    def overlay_close(self, ended: list[tuple[str, int, str]] | None = None) -> None:
-        """Write the last records (key, tokens, reason) and close the store. Closing twice is closing once.
+    def overlay_close(self, ended: list[tuple[str, int, str, int]] | None = None) -> None:
+        """Write the last records (key, tokens, reason, serial) and close the store. Closing twice is closing once.
 
         Without a list, what the engine noted in this very process: an engine that runs in its caller's process ends
         with it, and nobody tells its worker.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ class FinishedRequest:
 
     num_tokens: int
     reason: str
+    # The how many-th ended request of its process: an id may be used again (before 0.14, or when vLLM is told so).
+    serial: int = field(default=0, compare=False)
 
 
 class FinishedRequests(set[str]):
@@ -39,14 +42,16 @@ class _Notes:
     sent: deque[dict[str, FinishedRequest]] = field(default_factory=lambda: deque(maxlen=16))
 
 
+_SERIALS = itertools.count(1)
 _NOTES: WeakKeyDictionary[Any, _Notes] = WeakKeyDictionary()
 _CLOSED: WeakSet[Any] = WeakSet()
 
 
 def note_finished(scheduler: Any, request: Any) -> None:
     """Remember a request that the scheduler is about to free."""
-    facts = FinishedRequest(int(request.num_tokens), str(request.get_finished_reason()))
-    _NOTES.setdefault(scheduler, _Notes()).waiting[request.request_id] = facts
+    facts = FinishedRequest(int(request.num_tokens), str(request.get_finished_reason()), next(_SERIALS))
+    # Not the later one of two of the same id: no step has told of the first, so none had computed the second.
+    _NOTES.setdefault(scheduler, _Notes()).waiting.setdefault(request.request_id, facts)
 
 
 def take_finished(scheduler: Any) -> dict[str, FinishedRequest]:
@@ -80,11 +85,11 @@ def _close_if_alive(engine_ref: ref[Any]) -> None:
         close_workers(engine.model_executor, engine.scheduler)
 
 
-def noted_in_this_process() -> list[tuple[str, int, str]]:
-    """The same of every scheduler that lives in this process, as (key, tokens, reason)."""
+def noted_in_this_process() -> list[tuple[str, int, str, int]]:
+    """The same of every scheduler that lives in this process, as (key, tokens, reason, serial)."""
     return [ended for notes in list(_NOTES.values()) for ended in _list_noted(notes)]
 
 
-def _list_noted(notes: _Notes) -> list[tuple[str, int, str]]:
-    facts = {key: fact for carried in [*notes.sent, notes.waiting] for key, fact in carried.items()}
-    return [(key, fact.num_tokens, fact.reason) for key, fact in facts.items()]
+def _list_noted(notes: _Notes) -> list[tuple[str, int, str, int]]:
+    every = [(key, fact) for carried in [*notes.sent, notes.waiting] for key, fact in carried.items()]
+    return [(key, fact.num_tokens, fact.reason, fact.serial) for key, fact in every]

@@ -151,12 +151,12 @@ class RowBook:
         rows[:known] = self._rows.get_list(place, 0, known)
         return rows
 
-    def count_leading_rows(self, key: str) -> int:
-        """How many positions from the first on have a row."""
+    def count_positions(self, key: str) -> int:
+        """How many positions there are up to the last that has a row."""
         place = self._find(key)
         rows = self._rows.get_list(place, 0, int(self._num_rows[place]))
-        missing = np.flatnonzero(rows == MISSING)
-        return int(missing[0]) if len(missing) else len(rows)
+        known = np.flatnonzero(rows != MISSING)
+        return int(known[-1]) + 1 if len(known) else 0
 
     def forget(self, key: str) -> None:
         """The request has ended."""

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from vllm_overlay.activation import current_ledger, current_settings
-from vllm_overlay.capture.finished import FinishedRequests
+from vllm_overlay.capture.finished import FinishedRequest, FinishedRequests
 from vllm_overlay.capture.limits import (
     CONTEXT_PARALLEL_SIZES,
     describe_context_parallelism,
@@ -92,7 +92,7 @@ class Bystander:
         """No counts: those of all ranks can be added up."""
         return dict.fromkeys(COUNTS, 0)
 
-    def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
+    def close(self, ended: Iterable[tuple[str, int, str, int]]) -> None:
         """There is nothing to write."""
 
 
@@ -113,6 +113,7 @@ class CaptureSession:
         self._book: RowBook | None = None
         self._kv_group = 0
         self._num_begun = 0
+        self._last_ended = 0  # serial
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
 
@@ -175,8 +176,8 @@ class CaptureSession:
         )
         return dict(zip(COUNTS, counts, strict=True))
 
-    def close(self, ended: Iterable[tuple[str, int, str]]) -> None:
-        """Write the records of these last requests (key, tokens, reason), flush and close the store."""
+    def close(self, ended: Iterable[tuple[str, int, str, int]]) -> None:
+        """Write the records of these last requests (key, tokens, reason, serial), flush and close the store."""
         last = list(ended)
         try:
             self._finish_all(last)
@@ -198,9 +199,9 @@ class CaptureSession:
         self._recorder.keep_tokens(live)
         self._look_at_row = book.num_rows + max(len(live), FEWEST_CHUNKS) * CHUNK_ROWS
 
-    def _finish_all(self, ended: Iterable[tuple[str, int, str]]) -> None:
-        for key, num_tokens, reason in ended:
-            self._finish(key, num_tokens, reason)
+    def _finish_all(self, ended: Iterable[tuple[str, int, str, int]]) -> None:
+        for key, num_tokens, reason, serial in sorted(ended, key=lambda one: one[3]):
+            self._finish(key, FinishedRequest(num_tokens, reason, serial))
 
     def _warn_of_incomplete(self) -> None:
         statistics = self._recorder.statistics
@@ -298,20 +299,27 @@ class CaptureSession:
     def _finish_requests(self, finished: Any) -> None:
         if finished and not isinstance(finished, FinishedRequests):
             raise CaptureError("the engine process is not patched: finished requests came without their lengths")
-        for key in finished:
-            fact = finished.facts.get(key)
-            if fact is None:
-                raise CaptureError(f"request {key!r} finished and the engine did not note its length")
-            self._finish(key, fact.num_tokens, fact.reason)
+        unknown = [key for key in finished if key not in finished.facts]
+        if unknown:
+            raise CaptureError(f"request {unknown[0]!r} finished and the engine did not note its length")
+        for key in sorted(finished, key=lambda key: finished.facts[key].serial):
+            self._finish(key, finished.facts[key])
 
-    def _finish(self, key: str, num_tokens: int, reason: str) -> None:
-        if self._book is None or key not in self._book:
-            return  # told again at the end, or never scheduled because it was aborted while it waited
-        if self._book.is_captured(key):
-            num_rows = num_tokens - 1 if reason != "abort" else min(num_tokens - 1, self._book.count_leading_rows(key))
-            self._recorder.finish(key, self._book.find_rows(key, num_rows), reason)
+    def _finish(self, key: str, fact: FinishedRequest) -> None:
+        if fact.serial <= self._last_ended:
+            return  # told again at the end; another request may have the id by now
+        if self._book is not None and key in self._book:  # else aborted while it waited
+            if self._book.is_captured(key):
+                self._recorder.finish(key, self._book.find_rows(key, self._count_rows(key, fact)), fact.reason)
+            self._book.forget(key)
         # Last, because a signal may raise SystemExit between any two lines and the request is then told again.
-        self._book.forget(key)
+        self._last_ended = fact.serial
+
+    def _count_rows(self, key: str, fact: FinishedRequest) -> int:
+        """Positions of the record: the last token was sampled and not computed, and an abort ends it anywhere."""
+        assert self._book is not None
+        computed = fact.num_tokens - 1
+        return min(computed, self._book.count_positions(key)) if fact.reason == "abort" else computed
 
 
 def _prompt_tokens(request: Any) -> NDArray[np.int64]:

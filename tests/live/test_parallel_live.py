@@ -1,4 +1,4 @@
-"""CASES 12, 14, 35: an engine of two ranks over gloo, tensor parallel and pipeline parallel, against the transformers forward.
+"""CASES 12 and 14: engines of two ranks over gloo, tensor and pipeline parallel, against the transformers forward.
 
 One writer a column: with tensor parallelism rank 0, with pipeline parallelism each stage for the layers it computes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,12 @@ LAYERS = 4
 TOLERANCE = 1e-4
 # Out of order, and over both stages: 0 to 2 are the first one's, 3 and 4 the second's.
 COLUMNS = (4, 0, 3, 1, 2)
-RANKS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+# Without compilation the CPU worker of 0.32 leaves out the warm-up in which a stage makes room for what it is sent.
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
+RANKS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, **TRACED},
+}
 
 
 def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:

@@ -170,7 +170,7 @@ def test_requests_without_any_row_are_asked_like_others() -> None:
     announced = tuple(new(key, 1, 0, [number], captured=False) for number, key in enumerate(keys))
     rows.plan(step(dict.fromkeys(keys, 1), new=announced))
     assert rows.find_rows("off39", 1).tolist() == [MISSING]
-    assert rows.count_leading_rows("off39") == 0
+    assert rows.count_positions("off39") == 0
     assert rows.find_live_chunks(4) == {0}
 
 

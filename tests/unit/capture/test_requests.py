@@ -38,7 +38,10 @@ def test_what_the_last_steps_carried_is_told_again_at_the_end() -> None:
     note_finished(scheduler, request("b", 7))
     executor = SimpleNamespace(collective_rpc=lambda method, timeout, args: calls.append((method, args)))
     close_workers(executor, scheduler)
-    assert calls == [("overlay_close", ([("a", 5, "stop"), ("b", 7, "stop")],))]
+    ((method, (told,)),) = calls
+    assert method == "overlay_close"
+    assert [one[:3] for one in told] == [("a", 5, "stop"), ("b", 7, "stop")]
+    assert told[0][3] < told[1][3], "the second ended later"
 
 
 def options(overlay: Any) -> RequestOptions:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_overlay.capture import session as session_module
+from vllm_overlay.capture.finished import FinishedRequest
 from vllm_overlay.capture.rows import NewRequest, RowBook, Step
 from vllm_overlay.capture.session import CaptureSession
 
@@ -30,7 +31,7 @@ def test_a_signal_while_the_last_records_are_written_loses_none() -> None:
     session._warn_of_incomplete = lambda: None
     session._recorder = SimpleNamespace(close=lambda: written.append("closed"))
 
-    def finish(key: str, num_tokens: int, reason: str) -> None:
+    def finish(key: str, fact: FinishedRequest) -> None:
         if key == "b" and written == ["a"]:
             written.append("interrupted")
             raise SystemExit
@@ -39,7 +40,7 @@ def test_a_signal_while_the_last_records_are_written_loses_none() -> None:
 
     session._finish = finish
     with pytest.raises(SystemExit):
-        session.close(iter([("a", 3, "stop"), ("b", 4, "stop"), ("c", 5, "length")]))
+        session.close(iter([("a", 3, "stop", 1), ("b", 4, "stop", 2), ("c", 5, "length", 3)]))
     assert written == ["a", "interrupted", "b", "c", "closed"]
 
 

@@ -135,11 +135,6 @@ def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture
     expect_one_line(ask(capsys, str(tmp_path)), "is a folder without a config.json")
 
 
-def test_more_ranks_than_capture_runs_on(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = ask(capsys, str(write_config(LLAMA)), "--tensor-parallel-size", "8")
-    expect_one_line(answer, "tensor_parallel_size=8: capture runs on one rank so far")
-
-
 def test_no_vllm(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
