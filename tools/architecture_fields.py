@@ -47,6 +47,8 @@ ALIASES: Mapping[str, str] = {
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "TransformersForCausalLM": "LlamaForCausalLM",
+    "TransformersMoEForCausalLM": "MixtralForCausalLM",
 }
 
 # vLLM reads these with a class of its own that does not take what transformers' class writes.
@@ -160,9 +162,9 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "DeepseekV4ForCausalLM": {"model_type": "deepseek_v4"},
     "FalconForCausalLM": {"ffn_hidden_size": 256},
     "Glm4MoeForCausalLM": {"head_dim": 32},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
@@ -343,7 +345,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "layer_group_size": 2,
         "short_conv_kernel_size": 4,
     },
-    "CwmForCausalLM": {"model_type": "cwm"},
+    "CwmForCausalLM": {"model_type": "llama"},
     "DeciLMForCausalLM": {
         "model_type": "nemotron-nas",
         "block_configs": [
@@ -355,6 +357,28 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     },
     "DeepseekForCausalLM": {"model_type": "deepseek", **_EXPERTS, "moe_layer_freq": 1, "num_key_value_heads": 2},
     "DeepseekV32ForCausalLM": {"model_type": "deepseek_v32", **_EXPERTS, **_LATENT},
+    "DeepseekV4ForCausalLM": {
+        "model_type": "deepseek_v4",
+        **_EXPERTS,
+        "head_dim": 512,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 64,
+        "o_lora_rank": 32,
+        "o_groups": 1,
+        "index_n_heads": 2,
+        "index_head_dim": 128,
+        "index_topk": 16,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 4,
+        "hc_eps": 1e-6,
+        "compress_ratios": [0, 4, 128, 4],
+        "compress_rope_theta": 10000.0,
+        "num_hash_layers": 1,
+        "sliding_window": 16,
+        "swiglu_limit": 10.0,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+    },
     "ExaoneForCausalLM": {"model_type": "exaone", "activation_function": "silu", "num_layers": LAYERS},
     "ExaoneMoEForCausalLM": {"model_type": "exaone_moe", **_EXPERTS},
     "Fairseq2LlamaForCausalLM": {"model_type": "llama"},
@@ -539,8 +563,11 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     "XverseForCausalLM": {"model_type": "xverse"},
 }
 
-# Of the models that take more than text, those that are run by their text.
+# Beside those that generate text and nothing else: vLLM's backend of transformers' own layers, and of the models that
+# take more than text, those that are run by their text.
 BY_TEXT = (
+    "TransformersForCausalLM",
+    "TransformersMoEForCausalLM",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Gemma3ForConditionalGeneration",

@@ -69,7 +69,7 @@ def write_checkpoint(architecture: str, folder: Path, seed: int = 0, *, weights:
         _write_config(folder, architecture, _FLOAT32)
         return Checkpoint(folder, "vllm", type(config).__name__, None)
     config_class = _find_vllm_config(architecture)
-    if config_class is not None:
+    if config_class is not None and architecture not in BARE:
         config = shrink(config_class, EXTRA.get(architecture, {}))
         config.save_pretrained(folder)
         _write_config(folder, architecture, _FLOAT32)
@@ -90,6 +90,8 @@ def shrink(config_class: Any, extra: Mapping[str, Any]) -> Any:
     if _has(whole, "kv_lora_rank"):
         # vLLM's rotary embeddings on a CPU take the heads of a query of latent attention for tokens.
         fields |= {name: 1 for name in ("num_attention_heads", "num_key_value_heads") if name in fields}
+        # transformers' name for the width of what is rotated.
+        fields |= {name: fields["qk_rope_head_dim"] for name in ("head_dim",) if name in fields}
     if "layers_block_type" not in extra:
         fields |= _shrink_pattern(whole, "layer_types", int(fields.get("num_hidden_layers", 4)))
     for name in ("text_config", "vision_config", "audio_config"):

@@ -45,7 +45,7 @@ from importlib.metadata import version
 from vllm.version import __version__
 from vllm.model_executor.models import registry
 versions = {name: version(name) for name in ("torch", "transformers")}
-tables = [list(registry._TEXT_GENERATION_MODELS), list(registry._MULTIMODAL_MODELS)]
+tables = [list(registry._TEXT_GENERATION_MODELS), list(registry._VLLM_MODELS)]
 print(json.dumps([{"vllm": __version__, **versions}, tables]))
 """
 
@@ -53,10 +53,10 @@ print(json.dumps([{"vllm": __version__, **versions}, tables]))
 def run_release(release: str, python: Path, variables: dict[str, str], args: argparse.Namespace) -> Results:
     """Run what is asked for and not done yet; the file of results is written after each architecture."""
     answer = subprocess.run([str(python), "-c", LIST], env=variables, stdout=subprocess.PIPE, text=True, check=True)
-    versions, (text, multimodal) = json.loads(answer.stdout.splitlines()[-1])
+    versions, (text, every) = json.loads(answer.stdout.splitlines()[-1])
     known = next((one for one in read_results(RESULTS) if one.release == release), None)
     rows = dict(known.architectures) if known else {}
-    wanted = args.only or [*text, *(name for name in architecture_fields.BY_TEXT if name in multimodal)]
+    wanted = args.only or [*text, *(name for name in architecture_fields.BY_TEXT if name in every)]
     todo = [name for name in wanted if args.again or name not in rows or rows[name].digest != digest(name)][
         : args.at_most
     ]
@@ -77,25 +77,33 @@ def find(names: Sequence[str], python: Path, variables: dict[str, str]) -> Itera
     What dies is run once more with weights that vLLM makes itself, which it need not load; and if that dies, without
     the overlay, to see whose death it is.
     """
+    first = []
     for finding in run_all(names, python, variables, captured=True):
-        if finding["verdict"] != "fails":
+        if finding["verdict"] == "fails":
+            first.append(finding)
+        else:
             yield finding
-            continue
-        dummy = f"{finding['architecture']}:dummy"
-        [second] = run_all([dummy], python, variables, captured=True)
-        if second["verdict"] != "fails":
-            yield second | {"reason": f"{second['reason']}; from transformers' weights: {finding['reason']}"}
-            continue
-        [stock] = run_all([dummy], python, variables, captured=False)
-        yield second | (
-            {"verdict": "cannot be built", "reason": stock["reason"]} if stock["verdict"] == "fails" else {}
-        )
+    second = []
+    reasons = {finding["architecture"]: finding["reason"] for finding in first}
+    for finding in run_all([f"{name}:dummy" for name in reasons], python, variables, captured=True):
+        if finding["verdict"] == "fails":
+            second.append(finding)
+        else:
+            before = reasons[finding["architecture"]]
+            yield finding | {"reason": f"{finding['reason']}; with weights from transformers: {before}"}
+    stock = run_all([f"{one['architecture']}:dummy" for one in second], python, variables, captured=False)
+    deaths = {one["architecture"]: one["reason"] for one in stock if one["verdict"] == "fails"}
+    for finding in second:
+        name = finding["architecture"]
+        yield finding | ({"verdict": "cannot be built", "reason": deaths[name]} if name in deaths else {})
 
 
 def run_all(
     names: Sequence[str], python: Path, variables: dict[str, str], *, captured: bool
 ) -> Iterator[dict[str, Any]]:
     """Each architecture in a fork of one process of the release's Python."""
+    if not names:
+        return
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-architectures-") as scratch:
         overlay = {
             "VLLM_OVERLAY": "1",

@@ -58,6 +58,7 @@ LIVE = (
     LiveModule("test_capture_live", "more cases of what test_matrix_live shows on every release", (NEWEST,)),
     LiveModule("test_errors_live", "how a release carries a worker's error, and what it patches for that, varies"),
     LiveModule("test_matrix_live", "what every release must show"),
+    LiveModule("test_architectures_live", "layers of many kinds, whose code differs by release", ("0.16.0", NEWEST)),
     LiveModule("test_status_live", "which processes there are: all in one, or a worker of its own", ("0.16.0", NEWEST)),
     LiveModule("test_serve_live", "the server above the engine ends it in other ways", ("0.16.0", NEWEST)),
     LiveModule("test_smollm2_live", "the model, not the release, is what it adds", (NEWEST,)),

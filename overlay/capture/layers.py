@@ -17,7 +17,13 @@ from typing import Any
 
 from torch import nn
 
-from vllm_overlay.capture.limits import STREAM_NAMES, describe_first_layer, describe_output, find_stream
+from vllm_overlay.capture.limits import (
+    STREAM_NAMES,
+    describe_first_layer,
+    describe_output,
+    describe_streams,
+    find_stream,
+)
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.source.bindings import Function
 from vllm_overlay.source.residual import NAME, carries_residual, list_returned
@@ -53,7 +59,13 @@ class StreamInput:
 
 
 def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> list[nn.Module]:
-    """The model's decoder layers in order. Errors: TapError naming what was found instead."""
+    """The model's decoder layers in order.
+
+    Errors: TapError naming what was found instead, or what the model's configuration says against it.
+    """
+    refusal = describe_streams(_read_text_config(model))
+    if refusal:
+        raise TapError(refusal)
     found = {
         name: list(module)
         for name, module in model.named_modules()
@@ -125,6 +137,15 @@ def bind(stream: StreamInput, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if stream.residual_place < len(args):
         return hidden, args[stream.residual_place]
     return hidden, kwargs.get(stream.residual)
+
+
+def _read_text_config(model: nn.Module) -> Mapping[str, Any]:
+    """What the model was built from, of its text; empty where it keeps no configuration."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return {}
+    fields: Mapping[str, Any] = config.get_text_config().to_dict()
+    return fields
 
 
 def _leave_out(found: Mapping[str, list[nn.Module]], words: Sequence[str]) -> dict[str, list[nn.Module]]:

@@ -249,6 +249,22 @@ def test_a_list_that_is_held_twice_is_one() -> None:
     assert find_decoder_layers(model, 4) == list(layers)
 
 
+def test_a_model_whose_configuration_says_that_it_loops_is_refused_by_name() -> None:
+    """As IQuestLoopCoder, of whose two passes the buffer would hold the last."""
+
+    class Configured:
+        def get_text_config(self) -> Configured:
+            return self
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"loop_num": 2}
+
+    model = make_model(model__layers=make_layers(4))
+    model.config = Configured()  # type: ignore[assignment]
+    with pytest.raises(TapError, match="loop_num=2: the model runs its layers 2 times"):
+        find_decoder_layers(model, 4)
+
+
 def test_experts_inside_the_layers_are_no_layers() -> None:
     layers = make_layers(4)
     for layer in layers:

@@ -1,0 +1,75 @@
+"""README.md's table of architectures is what the runs found, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tools.architecture_table import (
+    BEGIN,
+    CAPTURED,
+    END,
+    README,
+    RESULTS,
+    Results,
+    Row,
+    column_of,
+    read_results,
+    read_table,
+    render,
+    replace_table,
+)
+from vllm_overlay.compat.releases import SUPPORTED
+
+NEWEST = "0.32.0"
+# What the issue names, and 100 in all.
+NAMED: tuple[str, ...] = ()
+EQUAL = Row("equal", "", "llama.LlamaForCausalLM", "LlamaConfig", "float32", 4, 72, 1e-6, 9.0, "2026-11-29", "abc")
+REFUSED = replace(EQUAL, verdict="refused", reason="hc_mult=4: several <streams> | mixed")
+FOUND = Results(
+    NEWEST, {"vllm": NEWEST}, "command", 1e-4, {"B": REFUSED, "a": EQUAL, "c": replace(EQUAL, verdict="fails")}
+)
+
+
+def test_the_readme_has_the_table_of_the_results() -> None:
+    table = render(read_results(RESULTS))
+    assert read_table(README.read_text(encoding="utf-8")) == table, "run: python3 tools/architectures.py --readme"
+
+
+def test_results_are_of_supported_releases() -> None:
+    assert {one.release for one in read_results(RESULTS)} <= set(SUPPORTED)
+
+
+def test_a_hundred_architectures_of_the_newest_release_are_captured() -> None:
+    [newest] = [one for one in read_results(RESULTS) if one.release == NEWEST]
+    captured = {name for name, row in newest.architectures.items() if row.verdict in CAPTURED}
+    assert len(captured) >= 100
+    assert set(NAMED) <= captured
+
+
+def test_what_is_equal_is_within_the_tolerance_and_every_row_that_is_not_says_why() -> None:
+    for one in read_results(RESULTS):
+        for name, row in one.architectures.items():
+            if row.verdict == "equal":
+                assert row.difference is not None, name
+                assert row.difference <= one.tolerance, name
+            else:
+                assert row.reason, name
+
+
+def test_counts_and_cells() -> None:
+    lines = render([FOUND]).splitlines()
+    assert lines[2] == f"| {NEWEST} | 1 | 0 | 1 | 0 | 1 |"
+    assert [line for line in lines if line.startswith(("| a |", "| B |"))] == [
+        "| a | equal |",
+        "| B | refused: hc_mult=4: several &lt;streams> / mixed |",
+    ]
+    assert column_of(replace(EQUAL, verdict="differs")) == "open"
+
+
+def test_the_table_is_put_between_its_comments_and_results_are_read_back(tmp_path: Path) -> None:
+    text = f"before\n\n{BEGIN}\n\nold\n\n{END}\nafter\n"
+    assert read_table(replace_table(text, "new")) == "new"
+    FOUND.write(tmp_path)
+    replace(FOUND, release="0.16.0").write(tmp_path)
+    assert read_results(tmp_path) == [replace(FOUND, release="0.16.0"), FOUND]

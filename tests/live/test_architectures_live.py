@@ -1,0 +1,59 @@
+"""Kinds of decoder layers that differ, each a tiny random checkpoint through the real engine, in one process.
+
+All architectures of a release are tools/architectures.py's; these are those by which the kinds would be missed first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.runs import run_python
+
+pytestmark = pytest.mark.live
+
+RUN = Path(__file__).resolve().parents[2] / "tools" / "architecture_run.py"
+
+# What each adds to a Llama.
+KINDS = {
+    "GPT2LMHeadModel": "one tensor by position, learned positions",
+    "Gemma2ForCausalLM": "scaled embeddings, norms behind the sub-layers",
+    "CohereForCausalLM": "takes and returns a residual that no layer looks at",
+    "FalconForCausalLM": "attention and MLP in parallel",
+    "DeepseekV2ForCausalLM": "latent attention, experts behind a dense layer, llama_4_scaling",
+    "FalconH1ForCausalLM": "attention and Mamba in one layer, called by keyword; its class is no ...Layer",
+    "ChatGLMModel": "a stack that is called encoder",
+    "Gemma3ForConditionalGeneration": "the text model of a model with vision",
+}
+# vLLM has no class of transformers to compare with, or computes another thing than transformers does.
+CONSISTENT = ("ChatGLMModel",)
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("architectures")
+    environment = {
+        "VLLM_OVERLAY": "1",
+        "VLLM_OVERLAY_CAPTURE": str(folder / "store"),
+        "VLLM_OVERLAY_LAYERS": "all",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # vLLM 0.16 has no latent attention on a CPU.
+        "VLLM_MLA_DISABLE": "1",
+    }
+    done = run_python([str(RUN), str(folder / "models"), *KINDS], environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["architecture"]: row for row in rows}
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_every_layer_is_captured_and_right(architecture: str, findings: dict[str, dict[str, Any]]) -> None:
+    """CASES 13 and 17."""
+    found = findings[architecture]
+    assert found["verdict"] == ("consistent" if architecture in CONSISTENT else "equal"), found
+    assert found["rows"] == 5 + 19 + 33 + 3 * 5
