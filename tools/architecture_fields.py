@@ -64,10 +64,10 @@ _GEMMA_4: Mapping[str, Any] = {
     "num_kv_shared_layers": 0,
 }
 _LINEAR_ATTENTION: Mapping[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 
 # What an architecture needs beside the sizes: kinds of layers, state-space sizes, and fields whose defaults do not go
@@ -132,9 +132,15 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 128, "hidden_size": HIDDEN, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "LongcatFlashForCausalLM": {"qk_head_dim": 128, "head_dim": 64, "zero_expert_num": 2, "num_key_value_heads": 2},
+    "LongcatFlashForCausalLM": {
+        "qk_head_dim": 128,
+        "head_dim": 64,
+        "zero_expert_num": 2,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "Lfm2ForCausalLM": {"conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "GPTJForCausalLM": {"rotary_dim": 16},
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -149,12 +155,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
     "Qwen3_5ForCausalLM": _LINEAR_ATTENTION,
     "Qwen3_5MoeForCausalLM": _LINEAR_ATTENTION,
-    "OlmoHybridForCausalLM": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "OlmoHybridForCausalLM": {**_LINEAR_ATTENTION, "linear_num_value_heads": 1},
     "AfmoeForCausalLM": {
         "score_func": "sigmoid",
         "route_norm": True,
@@ -162,7 +163,29 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 32},
+    "HunYuanMoEV1ForCausalLM": {"head_dim": 32, "moe_intermediate_size": [64] * 4, "num_shared_expert": [1] * 4},
+    "RWForCausalLM": {"multi_query": True, "parallel_attn": True},
+    "MiniMaxForCausalLM": {"head_dim": 64},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
+    "KimiLinearForCausalLM": {
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "num_heads": 2,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "FalconForCausalLM": {"ffn_hidden_size": 256},
@@ -195,14 +218,14 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "model_type": "step3_text",
         "share_q_dim": 64,
         "share_expert_dim": 64,
-        "moe_layers_enum": [1, 2, 3],
+        "moe_layers_enum": "1,2,3",
         "max_position_embedding": 256,
     },
     "Step3p5ForCausalLM": {
         "model_type": "step3p5",
         "num_attention_groups": 1,
         "share_expert_dim": 64,
-        "moe_layers_enum": [1, 2, 3],
+        "moe_layers_enum": "1,2,3",
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "KimiK25ForConditionalGeneration": {
@@ -296,6 +319,7 @@ _MIMO_V2: Mapping[str, Any] = {
 }
 _MINIMAX_1: Mapping[str, Any] = {
     **_EXPERTS,
+    "head_dim": 64,
     "attn_type_list": [0, 1, 0, 1],
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rotary_dim": 16,
@@ -380,7 +404,14 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "topk_method": "noaux_tc",
     },
     "ExaoneForCausalLM": {"model_type": "exaone", "activation_function": "silu", "num_layers": LAYERS},
-    "ExaoneMoEForCausalLM": {"model_type": "exaone_moe", **_EXPERTS},
+    "ExaoneMoEForCausalLM": {
+        "model_type": "exaone_moe",
+        **_EXPERTS,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "is_moe_layer": [False, True, True, True],
+        "sliding_window": 16,
+        "scoring_func": "sigmoid",
+    },
     "Fairseq2LlamaForCausalLM": {"model_type": "llama"},
     "Grok1ModelForCausalLM": {"model_type": "grok-1", **_EXPERTS},
     "Grok1ForCausalLM": {"model_type": "grok-1", **_EXPERTS},
@@ -476,7 +507,16 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     },
     "Param2MoEForCausalLM": {"model_type": "param2moe", **_EXPERTS, "rope_scaling": None, "score_function": "sigmoid"},
     "PhiMoEForCausalLM": {"model_type": "phimoe", **_EXPERTS, "lm_head_bias": True, "sliding_window": None},
-    "Plamo2ForCausalLM": {"model_type": "plamo2"},
+    "Plamo2ForCausalLM": {
+        "model_type": "plamo2",
+        "mamba_num_heads": 4,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_step": 2,
+        "mamba_chunk_size": 32,
+        "hidden_size_per_head": 32,
+        "sliding_window": None,
+    },
     "Plamo3ForCausalLM": {
         "model_type": "plamo3",
         "interleaved_sliding_window": [16, None, 16, None],
@@ -504,14 +544,6 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     "GlmMoeDsaForCausalLM": {"model_type": "glm_moe_dsa", **_EXPERTS, **_LATENT, "index_topk": 16},
     "Glm4MoeLiteForCausalLM": {"model_type": "glm4_moe_lite", **_EXPERTS, **_LATENT, "moe_layer_freq": 1},
     "Jais2ForCausalLM": {"model_type": "jais2", "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
-    "RWForCausalLM": {
-        "model_type": "RefinedWebModel",
-        "n_layer": LAYERS,
-        "n_head": 2,
-        "multi_query": True,
-        "parallel_attn": True,
-        "alibi": False,
-    },
     "StableLMEpochForCausalLM": {
         "model_type": "stablelm_epoch",
         "norm_eps": 1e-5,
@@ -597,13 +629,13 @@ _BFLOAT16: Mapping[str, Any] = {"dtype": "bfloat16"}
 
 # Engine options that an architecture needs: vLLM's linear attention on a CPU takes 16 bits only.
 ENGINE: Mapping[str, Mapping[str, Any]] = {
-    "BailingMoeV2_5ForCausalLM": {"enable_prefix_caching": True},
-    "BailingMoeV3ForCausalLM": {"enable_prefix_caching": True},
+    "BailingMoeV2_5ForCausalLM": {"enable_prefix_caching": False},
+    "BailingMoeV3ForCausalLM": {"enable_prefix_caching": False},
     "Qwen3NextForCausalLM": _BFLOAT16,
     "Qwen3_5ForCausalLM": _BFLOAT16,
     "Qwen3_5MoeForCausalLM": _BFLOAT16,
     "Qwen3_5ForConditionalGeneration": _BFLOAT16,
     "Qwen3_5MoeForConditionalGeneration": _BFLOAT16,
     "OlmoHybridForCausalLM": _BFLOAT16,
-    "KimiLinearForCausalLM": _BFLOAT16,
+    "KimiLinearForCausalLM": {**_BFLOAT16, "enable_prefix_caching": False},
 }

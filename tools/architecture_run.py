@@ -132,6 +132,9 @@ class Watch:
         if not wide:
             return
         self.is_after_last = False
+        if len(wide[0]) != len(self.inputs[0][0]):
+            # Only the rows that are sampled from: the model returned its states, and its logits begin with the norm.
+            return
         streams = [wide[0]] if len(wide) == 1 else [wide[0] + wide[1], wide[0]]
         captured = self.session._taps.buffer[: len(wide[0]), -1]
         if not any(_equal(stream, captured) for stream in streams):
@@ -146,8 +149,10 @@ class Watch:
         from vllm.config import set_current_vllm_config
 
         with torch.inference_mode(), set_current_vllm_config(self.config):
-            normed = self.norm(states.to(next(self.norm.parameters()).dtype))
-            logits = self.model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
+            if self.norm is not None:
+                normed = self.norm(states)
+                states = normed[0] if isinstance(normed, tuple) else normed
+            logits = self.model.compute_logits(states)
         return [int(one) for one in logits.argmax(dim=-1)]
 
 
@@ -158,6 +163,7 @@ def _equal(stream: Any, captured: Any) -> bool:
 def run_engine(checkpoint: Checkpoint, architecture: str) -> Any:
     """An engine in this process, and what it generated."""
     from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
     options = {
         "model": str(checkpoint.folder),
@@ -177,6 +183,8 @@ def run_engine(checkpoint: Checkpoint, architecture: str) -> Any:
         options["trust_remote_code"] = True
     if _is_multimodal(architecture):
         options["limit_mm_per_prompt"] = {"image": 0, "video": 0, "audio": 0}
+        if "language_model_only" in EngineArgs.__dataclass_fields__:
+            options["language_model_only"] = True
     return LLM(**options)
 
 
@@ -229,6 +237,8 @@ def examine(architecture: str, folder: Path, store: Path | None, *, weights: boo
 
 def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Finding:
     """Generate, and compare what was captured with transformers, or with itself."""
+    from vllm.config import set_current_vllm_config
+
     from vllm_overlay.store import Store
 
     watches: list[Watch] = llm.collective_rpc(_watch)
@@ -246,24 +256,21 @@ def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Fi
             continue
         if not {row.contiguous().numpy().tobytes() for row in record.hidden_states.float()} <= watch.rows:
             faults.append("a record holds rows that no step had")
-        predicted = watch.predict(record.hidden_states[len(prompt) - 1 :, -1].clone()) if watch.norm else []
+        predicted = watch.predict(record.hidden_states[len(prompt) - 1 :, -1].clone())
         if predicted != tokens[len(prompt) :]:
             faults.append("lm_head(norm(last state)) does not give the sampled tokens")
     found = dataclasses.replace(
         finding, layers=len(watch.layers), rows=sum(len(record.token_ids) for record in records)
     )
     faults = list(dict.fromkeys(faults))
-    difference, why_not = _measure(checkpoint, records, len(watch.layers))
+    # transformers' own layers, once vLLM's backend has changed them, ask for it.
+    with set_current_vllm_config(watch.config):
+        difference, said = _measure(checkpoint, records, len(watch.layers))
     if difference is not None and difference <= TOLERANCE:
         return dataclasses.replace(found, verdict="equal", difference=difference, reason="; ".join(faults))
     if faults:
-        said = f"{difference:.2g} from transformers; " if difference is not None else ""
-        return dataclasses.replace(found, verdict="differs", difference=difference, reason=said + "; ".join(faults))
-    if difference is not None:
-        return dataclasses.replace(
-            found, verdict="consistent", difference=difference, reason=f"transformers' states are {difference:.2g} away"
-        )
-    return dataclasses.replace(found, verdict="consistent", reason=why_not)
+        return dataclasses.replace(found, verdict="differs", difference=difference, reason="; ".join([said, *faults]))
+    return dataclasses.replace(found, verdict="consistent", difference=difference, reason=said)
 
 
 def _watch(worker: Any) -> Watch:
@@ -271,18 +278,22 @@ def _watch(worker: Any) -> Watch:
 
 
 def _measure(checkpoint: Checkpoint, records: Sequence[Any], layers: int) -> tuple[float | None, str]:
-    """The largest relative distance of a row from transformers', or why there is none to measure."""
+    """The largest relative distance of a row from transformers', or None; and what there is to say of it."""
+    import torch
+
     if checkpoint.reference is None:
         return None, "vLLM's dummy weights" if checkpoint.source == "vllm" else "no class in this transformers"
     try:
         states = [reference_states(checkpoint, record.token_ids, layers) for record in records]
     except Exception as error:  # noqa: BLE001 - whatever another library's forward dies of is the reason
         return None, f"transformers' own forward fails: {describe(error)}"
-    worst = 0.0
-    for record, expected in zip(records, states, strict=True):
-        distance = (record.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
-        worst = max(worst, float(distance.max()))
-    return worst, ""
+    distances = [
+        (record.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)  # [tokens, ids]
+        for record, expected in zip(records, states, strict=True)
+    ]
+    by_id = torch.cat(distances).amax(dim=0)
+    first = next((index for index, distance in enumerate(by_id) if distance > TOLERANCE), layers)
+    return float(by_id.max()), f"from id {first} on, transformers' states are {float(by_id.max()):.2g} away"
 
 
 def reference_states(checkpoint: Checkpoint, token_ids: Any, layers: int) -> Any:

@@ -105,6 +105,11 @@ def describe_streams(config: Mapping[str, Any]) -> str | None:
                 f"{name}={config[name]}: the model runs its layers {config[name]} times for one token, and a layer id "
                 "does not say which pass; such a model is not captured"
             )
+    if config.get("bskcn_tv"):
+        return (
+            f"bskcn_tv={config['bskcn_tv']}: between some layers the stream is mixed with what earlier layers "
+            "received, and what a layer hands on is not what the next one takes; such a model is not captured"
+        )
     if config.get("attn_res_block_size") is not None:
         return (
             f"attn_res_block_size={config['attn_res_block_size']}: each layer's input is attended over the outputs of "

@@ -283,6 +283,7 @@ def test_experts_inside_the_layers_are_no_layers() -> None:
         ({"total_ut_steps": 3}, "total_ut_steps=3"),
         ({"H_cycles": 2}, "H_cycles=2"),
         ({"attn_res_block_size": 12}, "attn_res_block_size=12"),
+        ({"bskcn_tv": [0.9, 0.8]}, "bskcn_tv=[0.9, 0.8]: between some layers the stream is mixed"),
     ],
 )
 def test_a_configuration_without_one_stream_is_refused_by_name(config: dict[str, Any], said: str) -> None:
