@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,29 @@ def save_random(model_class: Any, config: Any, folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
 
+@dataclass(frozen=True)
+class Latent:
+    """The sizes of multi-head latent attention."""
+
+    heads: int = 1
+    rank: int = 32
+    without_position: int = 32
+    with_position: int = 32
+    value: int = 64
+
+
+# What the kernels of a GPU are made for.
+FOR_GPU_KERNELS = Latent(heads=16, rank=512, without_position=128, with_position=64, value=128)
+
+
 def write_tiny_deepseek(
-    folder: Path, *, layers: int = 4, dense_layers: int = 1, seed: int = 0, spread: float = 0.15
+    folder: Path,
+    *,
+    layers: int = 4,
+    dense_layers: int = 1,
+    seed: int = 0,
+    spread: float = 0.15,
+    latent: Latent = Latent(),
 ) -> Path:
     """A random DeepSeek-V3 in float32, hidden 128, dense layers and then mixtures of experts, with its tokenizer.
 
@@ -104,8 +126,8 @@ def write_tiny_deepseek(
         intermediate_size=192,
         moe_intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=1,
-        num_key_value_heads=1,
+        num_attention_heads=latent.heads,
+        num_key_value_heads=latent.heads,
         n_shared_experts=1,
         n_routed_experts=4,
         num_experts_per_tok=4,
@@ -114,10 +136,10 @@ def write_tiny_deepseek(
         first_k_dense_replace=dense_layers,
         routed_scaling_factor=1.0,
         q_lora_rank=None,
-        kv_lora_rank=32,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
+        kv_lora_rank=latent.rank,
+        qk_nope_head_dim=latent.without_position,
+        qk_rope_head_dim=latent.with_position,
+        v_head_dim=latent.value,
         max_position_embeddings=512,
         initializer_range=spread,
         tie_word_embeddings=False,

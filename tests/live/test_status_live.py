@@ -31,23 +31,76 @@ print([name for name in sys.modules if name.startswith("vllm_overlay")])
 """
 
 
-def test_every_process_of_an_engine_is_patched(tmp_path: Path) -> None:
-    """CASES 35."""
+# What a forked child finds: how many of our wrappers lie around a function, and the state of every patch.
+FORK = """
+import json, multiprocessing, os
+from vllm_overlay import activation
+import vllm
+from vllm.config import ParallelConfig
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_worker import Worker
+
+def count_wrappers(owner, name):
+    found, depth = vars(owner)[name], 0
+    while hasattr(found, "__wrapped__"):
+        found, depth = found.__wrapped__, depth + type(found).__name__.endswith("FunctionWrapper")
+    return depth
+
+def describe():
+    targets = ((ParallelConfig, "__post_init__"), (EngineCore, "shutdown"), (Worker, "load_model"))
+    entries = activation.describe_process()["entries"]
+    print(json.dumps({
+        "pid": os.getpid(),
+        "wrappers": {f"{owner.__name__}.{name}": count_wrappers(owner, name) for owner, name in targets},
+        "states": {name: entry["state"] for name, entry in entries.items()},
+    }), flush=True)
+
+def describe_again():
+    activation.activate()
+    describe()
+
+describe()
+child = multiprocessing.get_context("fork").Process(target=describe_again)
+child.start()
+child.join()
+assert child.exitcode == 0
+"""
+
+# vLLM would give each rank a NUMA node of its own, and a small machine has one.
+BOUND_TO_CORES: dict[int, dict[str, str]] = {1: {}, 2: {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_process_of_an_engine_is_patched(ranks: int, tmp_path: Path) -> None:
+    """CASES 35. The CPU platform starts every process by spawn, whatever it is told; fork is the test below."""
     model = write_tiny_llama(tmp_path / "model", layers=2)
     done = run_python(
         ["-m", "vllm_overlay.cli", "status", "--json", "--engine", str(model), "--", "--dtype", "float32",
-         "--enforce-eager", "--max-model-len", "128"], {}
+         "--enforce-eager", "--max-model-len", "128", "--tensor-parallel-size", str(ranks)], BOUND_TO_CORES[ranks]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     assert report["problems"] == []
     roles = [role for process in report["processes"] for role in process["roles"]]
     assert {"front end", "engine", "worker"} <= set(roles)
+    assert roles.count("worker") == ranks
     for process in report["processes"]:
         for entry in process["entries"].values():
             if entry["process"] in process["roles"]:
                 unneeded = entry["state"] == "not needed here" and "is outside" in entry["reason"]
                 assert entry["state"] == "applied" or unneeded, (process["roles"], entry)
+
+
+def test_a_forked_process_is_patched_once(tmp_path: Path) -> None:
+    """CASES 35, fork: what the parent patched holds in the child, and activating there again changes nothing."""
+    done = run_python(["-c", FORK], {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store")})
+    assert done.returncode == 0, done.stderr[-4000:]
+    parent, child = map(json.loads, done.stdout.splitlines()[-2:])
+    assert parent["pid"] != child["pid"]
+    assert parent["wrappers"] == child["wrappers"]
+    assert all(depth == 1 for depth in child["wrappers"].values()), child["wrappers"]
+    assert parent["states"] == child["states"]
+    assert set(child["states"].values()) <= {"applied", "not needed here", "waiting for import"}
 
 
 def test_without_the_variable_vllm_is_stock() -> None:
