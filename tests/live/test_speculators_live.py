@@ -39,7 +39,10 @@ SPREAD = 0.08
 
 # A CPU without AVX-512 computes no experts here: their activation asks for vLLM's configuration in mid-forward, where
 # there is none.
-NO_EXPERTS = SpecifierSet(">=0.20,<0.25")
+NO_EXPERTS = (SpecifierSet("==0.14.*"), SpecifierSet(">=0.20,<0.25"))
+# Here the CPU computes something else than DeepSeek, without the overlay too: its text is the transformers model's in 1
+# token of 32, experts or none. https://github.com/vllm-project/vllm/pull/31643 mended rotary embeddings there.
+OTHERWISE_THAN_TRANSFORMERS = SpecifierSet(">=0.12,<0.14")
 
 ON_A_SMALL_CPU = {
     # Its own attention in place of MLA, which is for GPUs in most releases; the decoder layers are the same.
@@ -90,7 +93,9 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         return Target(write_tiny_llama(folder, layers=8, spread=SPREAD), None, [2, 4, 5, 7], {})
-    dense_layers = 4 if vllm_version() in NO_EXPERTS else 1
+    if vllm_version() in OTHERWISE_THAN_TRANSFORMERS:
+        pytest.skip(f"the CPU of vLLM {vllm_version()} computes DeepSeek otherwise than transformers, without us too")
+    dense_layers = 4 if any(vllm_version() in releases for releases in NO_EXPERTS) else 1
     model = write_tiny_deepseek(folder, layers=4, dense_layers=dense_layers, spread=SPREAD)
     return Target(model, [0, 2, 3], [0, 2, 3], ON_A_SMALL_CPU)
 
