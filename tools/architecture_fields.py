@@ -52,7 +52,7 @@ ALIASES: Mapping[str, str] = {
 }
 
 # vLLM reads these with a class of its own that does not take what transformers' class writes.
-CONFIGURED_BY_VLLM = ("DeepseekV4ForCausalLM", "HYV4ForCausalLM")
+CONFIGURED_BY_VLLM = ("MiMoV2FlashForCausalLM", "DeepseekV4ForCausalLM", "HYV4ForCausalLM")
 
 _MAMBA_1: Mapping[str, Any] = {"state_size": 16, "time_step_rank": 4, "intermediate_size": 128, "bos_token_id": 1}
 _ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -138,9 +138,14 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "zero_expert_num": 2,
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
     },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "Lfm2ForCausalLM": {"conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "Lfm2ForCausalLM": {
+        "conv_dim": HIDDEN,
+        "block_dim": HIDDEN,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
     "GPTJForCausalLM": {"rotary_dim": 16},
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -175,7 +180,12 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"head_dim": 32, "moe_intermediate_size": [64] * 4, "num_shared_expert": [1] * 4},
     "RWForCausalLM": {"multi_query": True, "parallel_attn": True},
     "MiniMaxForCausalLM": {"head_dim": 64},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
+    "Lfm2VlForConditionalGeneration": {"text_config": {"conv_dim": HIDDEN, "block_dim": HIDDEN}},
+    "Llama4ForConditionalGeneration": {"text_config": {"num_experts_per_tok": 1}},
+    "NemotronForCausalLM": {"num_key_value_heads": 1},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "num_mtp_modules": 0},
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "KimiLinearForCausalLM": {
         "linear_attn_config": {
@@ -234,14 +244,23 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     },
     "KimiVLForConditionalGeneration": {
         "model_type": "kimi_vl",
-        "text_config": {"scoring_func": "softmax", "topk_method": "greedy"},
+        "text_config": {
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+        },
     },
     "Gemma4ForConditionalGeneration": {"text_config": _GEMMA_4},
     "Qwen2VLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
     "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
     "Glm4vMoeForConditionalGeneration": {
-        "text_config": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}}
+        "text_config": {
+            "head_dim": 32,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+        }
     },
     "Qwen3_5ForConditionalGeneration": {"text_config": _LINEAR_ATTENTION},
     "Qwen3_5MoeForConditionalGeneration": {"text_config": _LINEAR_ATTENTION},
@@ -567,7 +586,14 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
     },
-    "SarvamMoEForCausalLM": {"model_type": "sarvam_moe", **_EXPERTS, "use_qk_norm": True, "score_function": "sigmoid"},
+    "SarvamMoEForCausalLM": {
+        "embedding_dropout": 0.0,
+        "moe_router_enable_expert_bias": True,
+        "model_type": "sarvam_moe",
+        **_EXPERTS,
+        "use_qk_norm": True,
+        "score_function": "sigmoid",
+    },
     "SarvamMLAForCausalLM": {"model_type": "sarvam_mla", **_EXPERTS, **_LATENT},
     "SolarForCausalLM": {
         "model_type": "solar",
@@ -595,11 +621,12 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     "XverseForCausalLM": {"model_type": "xverse"},
 }
 
-# Beside those that generate text and nothing else: vLLM's backend of transformers' own layers, and of the models that
-# take more than text, those that are run by their text.
+# Beside those that generate text and nothing else: vLLM's backend of transformers' own layers, with a model that it
+# serves in 0.32; and of the models that take more than text, those that are run by their text.
 BY_TEXT = (
     "TransformersForCausalLM",
     "TransformersMoEForCausalLM",
+    "Olmo2ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Gemma3ForConditionalGeneration",

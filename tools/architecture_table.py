@@ -19,7 +19,7 @@ COLUMNS: Mapping[str, str] = {
     "equal": "captured and equal to transformers",
     "consistent": "captured and self-consistent",
     "refused": "refused by name",
-    "cannot be built": "vLLM cannot run it on this CPU",
+    "cannot be built": "vLLM fails on it without us",
     "open": "open",
 }
 CAPTURED = ("equal", "consistent")

@@ -59,7 +59,10 @@ def run_release(release: str, python: Path, variables: dict[str, str], args: arg
     versions, (text, every) = json.loads(answer.stdout.splitlines()[-1])
     known = next((one for one in read_results(RESULTS) if one.release == release), None)
     rows = dict(known.architectures) if known else {}
-    wanted = args.only or [*text, *(name for name in architecture_fields.BY_TEXT if name in every)]
+    others = [
+        name for name in architecture_fields.BY_TEXT if name in every or not name.endswith("ConditionalGeneration")
+    ]
+    wanted = args.only or list(dict.fromkeys([*text, *others]))
     todo = [name for name in wanted if args.again or name not in rows or rows[name].digest != digest(name)]
     todo = sorted(todo, key=lambda name: name in rows)[: args.at_most]
     results = Results(release, versions, f"tools/architectures.py {release}", TOLERANCE, rows)
@@ -185,6 +188,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run also what is done with these sources (default: skip)")
     parser.add_argument("--at-most", type=int, metavar="N", help="stop after so many (default: run all)")
     parser.add_argument("--python", type=Path, metavar="FILE", help="an environment's Python (default: one is made)")
+    help_of_packages = "a folder of packages to add, such as torchvision for processors of images (default: none)"
+    parser.add_argument("--packages", type=Path, metavar="FOLDER", help=help_of_packages)
     parser.add_argument("--readme", action="store_true", help="only write the table in README.md")
     args = parser.parse_args()
     if args.readme:
@@ -194,9 +199,10 @@ def main() -> int:
     release = RELEASES[args.release]
     python = args.python or make_environment(release) / "bin" / "python"
     began = time.monotonic()
-    results = run_release(
-        args.release, python, run_variables(release, python.parent.parent) | VARIABLES.get(args.release, {}), args
-    )
+    variables = run_variables(release, python.parent.parent) | VARIABLES.get(args.release, {})
+    if args.packages:
+        variables["PYTHONPATH"] = str(args.packages)
+    results = run_release(args.release, python, variables, args)
     rows = results.architectures
     captured = sum(row.verdict in CAPTURED for row in rows.values())
     still_open = [name for name, row in rows.items() if column_of(row) == "open"]

@@ -22,8 +22,31 @@ from tools.architecture_table import (
 from vllm_overlay.compat.releases import SUPPORTED
 
 NEWEST = "0.32.0"
-# What the issue names, and 100 in all.
-NAMED: tuple[str, ...] = ()
+# What the issue names, as far as vLLM runs it on a CPU, and 100 in all.
+NAMED = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Phi3ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "FalconForCausalLM",
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "FalconH1ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+)
 EQUAL = Row("equal", "", "llama.LlamaForCausalLM", "LlamaConfig", "float32", 4, 72, 1e-6, 9.0, "2026-11-29", "abc")
 REFUSED = replace(EQUAL, verdict="refused", reason="hc_mult=4: several <streams> | mixed")
 FOUND = Results(

@@ -6,11 +6,11 @@ All architectures of a release are tools/architectures.py's; these are those by 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.version import __version__
 
 from tests.live.runs import run_python
 
@@ -29,8 +29,10 @@ KINDS = {
     "ChatGLMModel": "a stack that is called encoder",
     "Gemma3ForConditionalGeneration": "the text model of a model with vision",
 }
-# vLLM has no class of transformers to compare with, or computes another thing than transformers does.
+# transformers has no class to compare with.
 CONSISTENT = ("ChatGLMModel",)
+# vLLM 0.16 dies on a CPU, without us too, where a layer has two kinds of caches.
+NOT_IN_0_16 = ("FalconH1ForCausalLM",)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,8 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("architecture", KINDS)
 def test_every_layer_is_captured_and_right(architecture: str, findings: dict[str, dict[str, Any]]) -> None:
     """CASES 13 and 17."""
+    if architecture in NOT_IN_0_16 and __version__.startswith("0.16."):
+        pytest.skip("vLLM 0.16 does not run it on a CPU")
     found = findings[architecture]
     assert found["verdict"] == ("consistent" if architecture in CONSISTENT else "equal"), found
     assert found["rows"] == 5 + 19 + 33 + 3 * 5
