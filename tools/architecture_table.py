@@ -85,7 +85,7 @@ def render(results: Sequence[Results]) -> str:
     lines += ["", "<details>", "<summary>Each architecture</summary>", ""]
     lines.append(f"| architecture | {' | '.join(one.release for one in results)} |")
     lines.append(f"|---{'|---' * len(results)}|")
-    for name in sorted({name for one in results for name in one.architectures}, key=str.lower):
+    for name in sorted({name for one in results for name in one.architectures}, key=lambda name: (name.lower(), name)):
         cells = [_render_cell(one.architectures.get(name)) for one in results]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "</details>"])

@@ -142,7 +142,7 @@ def bind(stream: StreamInput, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _read_text_config(model: nn.Module) -> Mapping[str, Any]:
     """What the model was built from, of its text; empty where it keeps no configuration."""
     config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    if config is None or not hasattr(config, "get_text_config"):
         return {}
     fields: Mapping[str, Any] = config.get_text_config().to_dict()
     return fields

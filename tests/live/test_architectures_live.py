@@ -27,7 +27,7 @@ KINDS = {
     "DeepseekV2ForCausalLM": "latent attention, experts behind a dense layer, llama_4_scaling",
     "FalconH1ForCausalLM": "attention and Mamba in one layer, called by keyword; its class is no ...Layer",
     "ChatGLMModel": "a stack that is called encoder",
-    "Gemma3ForConditionalGeneration": "the text model of a model with vision",
+    "Idefics3ForConditionalGeneration": "the text model of a model with vision",
 }
 # transformers has no class to compare with.
 CONSISTENT = ("ChatGLMModel",)
