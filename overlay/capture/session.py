@@ -19,6 +19,7 @@ from vllm_overlay.capture.limits import (
     describe_context_parallelism,
     describe_runner,
     describe_sharded_stream,
+    describe_streams,
 )
 from vllm_overlay.capture.options import read_options
 from vllm_overlay.capture.ranks import Place, Share, find_share
@@ -47,6 +48,8 @@ def open_session(worker: Any) -> CaptureSession | Bystander:
     _refuse_parallelism(config, seam)
     runner = seam.runner_style(worker)
     refusal = describe_runner(runner, seam.CAPTURED_RUNNERS, current_ledger().vllm_version)
+    # Looked at again in the built model; here it is known before the weights are read.
+    refusal = refusal or describe_streams(config.model_config.hf_text_config.to_dict())
     if refusal:
         raise CaptureError(refusal)
     num_hidden_layers = int(config.model_config.hf_text_config.num_hidden_layers)
