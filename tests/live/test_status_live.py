@@ -9,6 +9,7 @@ import pytest
 
 from tests.live.runs import run_python
 from tests.tiny_models import write_tiny_llama
+from vllm_overlay.store import Store
 
 pytestmark = pytest.mark.live
 
@@ -101,6 +102,69 @@ def test_a_forked_process_is_patched_once(tmp_path: Path) -> None:
     assert all(depth == 1 for depth in child["wrappers"].values()), child["wrappers"]
     assert parent["states"] == child["states"]
     assert set(child["states"].values()) <= {"applied", "not needed here", "waiting for import"}
+
+
+# A tool that wraps what we wrap, after us, and patches applied once more on top of both; then a user's generate.
+ANOTHER_TOOL = """
+import sys
+from vllm import LLM, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm_overlay import activation
+
+if __name__ == "__main__":
+    steps = []
+    ours = Scheduler.schedule
+    Scheduler.schedule = lambda scheduler, *args, **kwargs: steps.append(1) or ours(scheduler, *args, **kwargs)
+    activation.activate()
+    llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    print("steps", len(steps))
+"""
+
+
+def test_another_tool_wraps_the_same_function(tmp_path: Path) -> None:
+    """CASES 36, in the process of the caller: both see every step, and the record is whole."""
+    model = write_tiny_llama(tmp_path / "model", layers=2)
+    script = tmp_path / "script.py"
+    script.write_text(ANOTHER_TOOL)
+    done = run_python(
+        [str(script), str(model)],
+        {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"), "VLLM_OVERLAY_LAYERS": "all",
+         "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    (steps,) = [line for line in done.stdout.splitlines() if line.startswith("steps ")]
+    assert int(steps.split()[1]) >= 4
+    with Store.open(tmp_path / "store") as store:
+        assert [(record.complete, len(record.token_ids)) for record in store] == [(True, 6)]
+
+
+def test_a_version_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    """CASES 38, on the files of this release: whatever else fits, the version decides, and nothing is patched."""
+    code = (
+        "import sys, types\n"
+        "sys.modules['vllm._version'] = types.SimpleNamespace(__version__='9.9.9', __version_tuple__=(9, 9, 9))\n"
+        "try:\n    import vllm\nexcept ImportError as error:\n    print(error)\n"
+        "print([name for name in sys.modules if name.startswith('vllm.')])"
+    )
+    done = run_python(["-c", code], {"VLLM_OVERLAY": "1"})
+    refusal, left = done.stdout.splitlines()[-2:]
+    assert "vLLM 9.9.9 is not a supported release; nothing was patched. Supported: 0.11.0," in refusal
+    assert "VLLM_OVERLAY_RELEASE" in refusal
+    assert "vllm.v1.engine.core" not in left
+
+
+def test_plug_ins_that_leave_us_out_are_said(tmp_path: Path) -> None:
+    """CASES 39: the start-up line has patched all the same."""
+    code = "import vllm; from vllm.config import ParallelConfig; print(ParallelConfig().worker_extension_cls)"
+    done = run_python(
+        ["-c", code],
+        {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"), "VLLM_PLUGINS": "other"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "VLLM_PLUGINS='other' leaves out 'vllm_overlay'" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith("CaptureExtension")
 
 
 def test_without_the_variable_vllm_is_stock() -> None:
