@@ -230,7 +230,7 @@ class RowBook:
         positions, row_places = starts, places
         if computed > len(places):
             positions, row_places = _count_from(starts, counts), np.repeat(places, counts)
-        rows = np.arange(first_row, first_row + computed)
+        rows: Rows = np.arange(first_row, first_row + computed)
         if written == computed:
             indices = None
             self._place_rows(places, starts, starts + counts)

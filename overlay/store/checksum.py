@@ -32,7 +32,7 @@ Hashes = NDArray[np.uint64]
 
 def hash_rows(data: memoryview, row_bytes: int) -> Hashes:
     """The hashes of whole rows, uint64 `[rows]`."""
-    rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, row_bytes)
+    rows: NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8).reshape(-1, row_bytes)
     if row_bytes % WORD_BYTES:
         rows = np.pad(rows, ((0, 0), (0, -row_bytes % WORD_BYTES)))
     hashes: Hashes = np.einsum("rw,w->r", rows.view("<u4"), _weights(rows.shape[1] // WORD_BYTES))
