@@ -150,7 +150,7 @@ def measure_end(session: Any, keys: tuple[str, ...], prompt: int, steps: int) ->
     facts = {key: FinishedRequest(length, "length", serial) for key, length, serial in ended}
     finished_requests = FinishedRequests(set(keys), facts)
     before, started = writer_seconds(session._recorder), time.perf_counter()
-    session.record_step(None, SimpleNamespace(finished_req_ids=finished_requests, total_num_scheduled_tokens=0))
+    session.hear_of_ended(SimpleNamespace(finished_req_ids=finished_requests, total_num_scheduled_tokens=0))
     finished = time.perf_counter()
     session.flush()
     flushed = time.perf_counter()

@@ -51,8 +51,12 @@ class CaptureExtension:
 
     def overlay_before_step(self, scheduler_output: Any) -> None:
         """Called before the model runs."""
-        if self.overlay_session is not None:
-            self.overlay_session.prepare_step(scheduler_output)
+        if self.overlay_session is None:
+            return
+        self.overlay_session.prepare_step(scheduler_output)
+        if not self.overlay_is_paused:
+            # Not after the step: one that fails ends the engine, and nobody else may be left to tell of them.
+            self.overlay_session.hear_of_ended(scheduler_output)
 
     def overlay_after_step(self, scheduler_output: Any) -> None:
         """Called when the model has run."""
@@ -96,11 +100,20 @@ class CaptureExtension:
         Without a list, what the engine noted in this very process: an engine that runs in its caller's process ends
         with it, and nobody tells its worker.
         """
-        session, self.overlay_session = self.overlay_session, None
+        if self.overlay_session is None:
+            return
+        try:
+            self.overlay_session.close(noted_in_this_process() if ended is None else ended)
+        except Exception:
+            self._overlay_let_go()
+            raise
+        # Not when vLLM's handler of SIGTERM raised SystemExit meanwhile: then the finalizer closes what is left.
+        self._overlay_let_go()
+
+    def _overlay_let_go(self) -> None:
+        self.overlay_session = None
         if self.overlay_finalizer is not None:
             self.overlay_finalizer.cancel()
-        if session is not None:
-            session.close(noted_in_this_process() if ended is None else ended)
 
     def _overlay_require(self) -> CaptureSession | Bystander:
         if self.overlay_session is None:

@@ -71,7 +71,12 @@ def close_workers(executor: Any, scheduler: Any) -> None:
         return
     _CLOSED.add(scheduler)
     ended = _list_noted(_NOTES.setdefault(scheduler, _Notes()))
-    executor.collective_rpc("overlay_close", timeout=CLOSE_TIMEOUT_S, args=(ended,))
+    try:
+        executor.collective_rpc("overlay_close", timeout=CLOSE_TIMEOUT_S, args=(ended,))
+    except SystemExit:
+        # vLLM raises it once, from its handler of SIGTERM, wherever this process is; closing twice is closing once.
+        executor.collective_rpc("overlay_close", timeout=CLOSE_TIMEOUT_S, args=(ended,))
+        raise
 
 
 def close_at_exit(engine: Any) -> None:

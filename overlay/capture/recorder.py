@@ -105,13 +105,16 @@ class Recorder:
         self._raise_error()
 
     def close(self) -> None:
-        """Flush, stop the thread and close the store."""
+        """Commit everything, stop the thread and close the store. Errors: whatever writing raised.
+
+        It may be called again when a signal interrupted it.
+        """
+        self._inbox.put(None)
+        self._thread.join()
         try:
-            self.flush()
-        finally:
-            self._inbox.put(None)
-            self._thread.join()
             self._writer.close()
+        finally:
+            self._raise_error()
 
     @property
     def backlog(self) -> int:
@@ -132,14 +135,15 @@ class Recorder:
                 message = self._inbox.get(timeout=COMMIT_INTERVAL_S)
             except queue.Empty:
                 message = self._commit
-            if message is None:
-                return
+            last = message is None
             try:
-                message()
+                (message or self._commit)()
                 if time.monotonic() - self._committed_at > COMMIT_INTERVAL_S:
                     self._commit()
             except BaseException as error:  # noqa: BLE001 - kept, and raised in the thread that captures
                 self._error = self._error or error
+            if last:
+                return
 
     def _write(self, plan: Plan, wait_for_rows: Callable[[], HostRows]) -> None:
         host = wait_for_rows()

@@ -79,6 +79,9 @@ class Bystander:
     def prepare_step(self, scheduler_output: Any) -> None:
         """Called before the model runs."""
 
+    def hear_of_ended(self, scheduler_output: Any) -> None:
+        """Called before the model runs."""
+
     def record_step(self, worker: Any, scheduler_output: Any) -> None:
         """Called when the model has run."""
 
@@ -134,16 +137,19 @@ class CaptureSession:
         logger.info("capturing layers %s into %s", self.layer_ids, self._settings.capture)
 
     def prepare_step(self, scheduler_output: Any) -> None:
-        """Called before the model runs."""
+        """Called before the model runs: make it seen when a tap does not fire."""
         if self._taps is not None and scheduler_output.total_num_scheduled_tokens:
             self._taps.poison()
 
+    def hear_of_ended(self, scheduler_output: Any) -> None:
+        """Write the records of the requests that ended before this step, whatever becomes of it."""
+        self._finish_requests(scheduler_output.finished_req_ids)
+
     def record_step(self, worker: Any, scheduler_output: Any) -> None:
-        """Called when the model has run: write this step's rows, and records of the requests that ended before it."""
+        """Called when the model has run: write this step's rows."""
         assert self._taps is not None and self._transfer is not None
         if self._book is None:
             self._book = self._open_book(worker.model_runner.kv_cache_config)
-        self._finish_requests(scheduler_output.finished_req_ids)
         if not scheduler_output.total_num_scheduled_tokens:
             return
         step = self._read_step(worker, scheduler_output)

@@ -15,9 +15,13 @@ from vllm_overlay.patches.leave_out_warm_up_steps import PATCH, build
 class Session:
     def __init__(self) -> None:
         self.steps: list[str] = []
+        self.heard: list[str] = []
 
     def prepare_step(self, step: str) -> None:
         pass
+
+    def hear_of_ended(self, step: str) -> None:
+        self.heard.append(step)
 
     def record_step(self, worker: Any, step: str) -> None:
         self.steps.append(step)
@@ -28,6 +32,7 @@ class Worker(CaptureExtension):
 
     @build
     def compile_or_warm_up_model(self, fail: bool = False) -> None:
+        self.overlay_before_step("invented")
         self.overlay_after_step("invented")
         if fail:
             raise RuntimeError("out of memory")
@@ -43,6 +48,8 @@ def test_only_real_steps_are_recorded(fail: bool) -> None:
             worker.compile_or_warm_up_model(fail=True)
     else:
         worker.compile_or_warm_up_model()
+    worker.overlay_before_step("real")
+    assert session.heard == ["real"], "before the step, which may fail"
     worker.overlay_after_step("real")
     assert session.steps == ["real"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -50,6 +51,23 @@ def test_a_record_has_prompt_and_generated_tokens_and_its_mask(recorder: Recorde
         assert record.loss_mask is not None
         assert record.loss_mask.tolist() == [False, True, True]
         assert (record.num_prompt_tokens, record.tag, record.finish_reason) == (2, "tag", "stop")
+
+
+def test_a_close_that_a_signal_interrupted_is_finished_by_the_next(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was ready is committed with no flush before: the signal may come in any line."""
+    begin(recorder, [7, 8])
+    send(recorder, torch.randn(2, 2, 4), [7, 8])
+    recorder.finish("key", np.arange(2), "stop")
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder._thread, "join", lambda: sys.exit(0))
+        with pytest.raises(SystemExit):
+            recorder.close()
+    recorder.close()
+    recorder.close()
+    with Store.open(tmp_path / "store") as store:
+        assert [record.request_id for record in store] == ["r"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,22 @@ def test_what_the_last_steps_carried_is_told_again_at_the_end() -> None:
     assert told[0][3] < told[1][3], "the second ended later"
 
 
+def test_a_signal_while_workers_close_does_not_keep_it_from_them() -> None:
+    """vLLM's handler of SIGTERM raises SystemExit once, here before the first call was sent."""
+    scheduler, calls = Scheduler(), []
+    note_finished(scheduler, request("a", 5))
+
+    def call(method: str, timeout: float, args: Any) -> None:
+        calls.append(args[0])
+        if len(calls) == 1:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        close_workers(SimpleNamespace(collective_rpc=call), scheduler)
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+
+
 def options(overlay: Any) -> RequestOptions:
     return read_options(SimpleNamespace(extra_args={"overlay": overlay}))
 
