@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from architecture_fields import ENGINE
 from architecture_models import Checkpoint, NoRecipe, write_checkpoint
+from architecture_table import leave_out_folders
 
 Verdict = Literal["equal", "consistent", "refused", "cannot be built", "differs", "fails", "no recipe", "runs"]
 
@@ -354,7 +355,7 @@ def describe(error: BaseException) -> str:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
+    text = leave_out_folders(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:300]}{place}"
 
 

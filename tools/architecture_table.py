@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,6 +61,11 @@ class Results:
         draft = folder / f".{self.release}.tmp"
         draft.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         draft.rename(folder / f"{self.release}.json")
+
+
+def leave_out_folders(text: str) -> str:
+    """The text with files by their names: results are committed, and the folders are those of one machine."""
+    return re.sub(r"(?<![\w/:.])(?:/[\w.@+-]+)+/([\w.-]+)", r"\1", text)
 
 
 def read_results(folder: Path) -> list[Results]:

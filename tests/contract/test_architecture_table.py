@@ -14,6 +14,7 @@ from tools.architecture_table import (
     Results,
     Row,
     column_of,
+    leave_out_folders,
     read_results,
     read_table,
     render,
@@ -96,3 +97,11 @@ def test_the_table_is_put_between_its_comments_and_results_are_read_back(tmp_pat
     FOUND.write(tmp_path)
     replace(FOUND, release="0.16.0").write(tmp_path)
     assert read_results(tmp_path) == [replace(FOUND, release="0.16.0"), FOUND]
+
+
+def test_no_reason_names_a_folder_of_the_machine_it_was_run_on() -> None:
+    reasons = [row.reason for results in read_results(RESULTS) for row in results.architectures.values()]
+    assert any(reasons)
+    assert [reason for reason in reasons if leave_out_folders(reason) != reason] == []
+    said = leave_out_folders("cannot import it from (/a/b-1/c/__init__.py), see https://x.dev/2.1/v/e")
+    assert said == "cannot import it from (__init__.py), see https://x.dev/2.1/v/e"
