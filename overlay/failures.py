@@ -1,30 +1,25 @@
 """What went wrong in a process of vLLM, as plain text that reaches the processes above it.
 
 vLLM hands an exception on as `str(error)` or only as the news that a process ended. Here every engine and worker
-process that an exception ends writes what happened into a folder first, one file a failure; whoever raises an error
-about that process looks there. The folder's name is inherited through the environment.
+process that an exception ends writes what happened into the run's shared folder first, one file a failure; whoever
+raises an error about that process looks there.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import logging
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-# Not `VLLM_OVERLAY_*`: no setting of the user's, and vLLM warns of `VLLM_` variables that it does not know.
-FOLDER_VARIABLE = "_VLLM_OVERLAY_FAILURES"
+from vllm_overlay.shared_folder import find_folder
 
 Process = Literal["engine", "worker"]
 
@@ -108,27 +103,12 @@ def _write_traceback(error: BaseException) -> str:
     return "".join(written.format())
 
 
-def share_folder() -> None:
-    """Have the processes that this one starts from now on, and theirs, write their failures where this one looks."""
-    if FOLDER_VARIABLE in os.environ:
-        return
-    folder = tempfile.mkdtemp(prefix="vllm-overlay-failures-")
-    os.environ[FOLDER_VARIABLE] = folder
-    atexit.register(_remove_folder, folder, os.getpid())
-
-
-def _remove_folder(folder: str, owner: int) -> None:
-    # A forked child inherits this.
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def note(failure: Failure) -> None:
     """Write a failure where the processes above look; nowhere in a process that was started by none of ours.
 
     A folder that cannot be written to is logged: an error of ours must not take the place of the one to report.
     """
-    folder = _find_folder()
+    folder = find_folder()
     if folder is None:
         return
     name = f"{failure.time_ns:020d}-{failure.process_id}"
@@ -140,15 +120,9 @@ def note(failure: Failure) -> None:
         _LOGGER.error("vllm-overlay: %s; not passed on: %s", error, failure.text)
 
 
-def _find_folder() -> Path | None:
-    """The folder, if there is one and its owner still lives."""
-    name = os.environ.get(FOLDER_VARIABLE)
-    return Path(name) if name and Path(name).is_dir() else None
-
-
 def read_failures(process_ids: Collection[int]) -> list[Failure]:
     """The failures of these processes and of the workers of these engines, the first first."""
-    folder = _find_folder()
+    folder = find_folder()
     files = sorted(folder.glob("*.json")) if folder else []
     failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
     return [one for one in failures if one.process_id in process_ids or one.engine_id in process_ids]

@@ -1,7 +1,7 @@
 """Engine processes know where to write what ends them, and their starter knows which engines are its own.
 
-Why: an engine's process tells the one that started it no more than that it ended. What it does not change: which
-processes are started, and how.
+Why: an engine's process tells the one that started it no more than that it ended. Its workers' counts of what they
+captured go the same way (`show_counts_in_metrics`). What it does not change: which processes are started, and how.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 import wrapt
 
-from vllm_overlay.failures import note_engines, share_folder
+from vllm_overlay.failures import note_engines
 from vllm_overlay.patch import Patch
+from vllm_overlay.shared_folder import share_folder
 
 
 def build(original: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import wrapt
 
-from vllm_overlay.failures import share_folder
 from vllm_overlay.patch import Patch
+from vllm_overlay.shared_folder import share_folder
 
 
 def build(original: Any) -> Any:

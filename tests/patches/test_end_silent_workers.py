@@ -11,6 +11,7 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.end_silent_workers import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 RANK = 1
 
@@ -52,7 +53,7 @@ def run(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs calls through a worker's loop until there are none; gives the worker and its answers."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     apply(PATCH)
 
     def run_calls(*calls: Any) -> tuple[Worker, list[Any]]:

@@ -9,6 +9,7 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.name_failures_of_dead_engines import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 class Engines:
@@ -18,7 +19,7 @@ class Engines:
 def test_its_text_names_what_ended_the_engine(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     stock = str(EngineDeadError())
     apply(PATCH)
     assert str(EngineDeadError()) == stock

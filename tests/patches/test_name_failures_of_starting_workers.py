@@ -12,6 +12,7 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.name_failures_of_starting_workers import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 def make_handles(*process_ids: int) -> list[Any]:
@@ -33,7 +34,7 @@ def note(process_id: int, rank: int, message: str) -> None:
 def test_the_error_names_the_first_failure(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     apply(PATCH)
     for process_id, rank, message in ((22, 1, "boom-17"), (23, 0, "after it"), (21, 0, "another executor's")):
         note(process_id, rank, message)
@@ -48,7 +49,7 @@ def test_the_error_names_the_first_failure(apply: Apply, tmp_path: Path, monkeyp
 def test_workers_that_wrote_nothing(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     apply(PATCH)
     with pytest.raises(Exception, match=r"^WorkerProc initialization failed [^\n]*$"):
         WorkerProc.wait_for_ready(make_handles(23))

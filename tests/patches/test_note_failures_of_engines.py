@@ -11,6 +11,7 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.note_failures_of_engines import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def engine(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     """An engine of vLLM's whose loop does what `engine.work` does."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(failures, "_RANKS", [0])
     apply(PATCH)
 

@@ -12,6 +12,7 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.note_failures_of_starting_workers import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 def test_the_exception_is_noted_and_goes_on(apply: Apply, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_the_exception_is_noted_and_goes_on(apply: Apply, tmp_path: Path, monkey
     def fail(*args: object, **kwargs: object) -> None:
         raise ValueError("boom-17")
 
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(multiproc_executor, "WorkerWrapperBase", fail)
     apply(PATCH)
     facts: dict[str, Any] = dict.fromkeys(list(inspect.signature(multiproc_executor.WorkerProc).parameters), None)

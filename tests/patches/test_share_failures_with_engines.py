@@ -12,17 +12,18 @@ import pytest
 from tests.patches.conftest import Apply
 from vllm_overlay import failures
 from vllm_overlay.patches.share_failures_with_engines import PATCH, build
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 def test_the_folder_is_there_before_the_engines_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(failures.FOLDER_VARIABLE, "")
-    monkeypatch.delenv(failures.FOLDER_VARIABLE)
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    monkeypatch.delenv(FOLDER_VARIABLE)
     seen: list[tuple[str | None, Any]] = []
 
     class Manager:
         @build
         def __init__(self, count: int) -> None:
-            seen.append((os.environ.get(failures.FOLDER_VARIABLE), count))
+            seen.append((os.environ.get(FOLDER_VARIABLE), count))
             self.processes = [SimpleNamespace(pid=11), SimpleNamespace(pid=12)]
 
     manager = Manager(count=2)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.patches.conftest import Apply
-from vllm_overlay.failures import FOLDER_VARIABLE
 from vllm_overlay.patches.share_failures_with_workers import PATCH
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 @pytest.fixture

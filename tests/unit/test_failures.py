@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 import pytest
 
 from vllm_overlay import failures
-from vllm_overlay.failures import FOLDER_VARIABLE, Failure, add_failures, describe, note, read_failures, share_folder
+from vllm_overlay.failures import Failure, add_failures, describe, note, read_failures
+from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 
 class Particular(Exception):
@@ -154,23 +153,6 @@ def test_a_spawned_process_tells_its_parent(folder: Path) -> None:
     (failure,) = read_failures({os.getpid()})
     assert (failure.type, failure.message, failure.rank) == ("ValueError", "boom-17", 5)
     assert (failure.process_id, failure.engine_id) == (child.pid, os.getpid())
-
-
-def test_the_folder_is_shared_once_and_goes_with_its_owner() -> None:
-    code = (
-        "import os; from vllm_overlay.failures import FOLDER_VARIABLE, share_folder; share_folder();"
-        "first = os.environ[FOLDER_VARIABLE]; share_folder(); assert os.environ[FOLDER_VARIABLE] == first;"
-        "assert os.path.isdir(first); print(first)"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != FOLDER_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip()
-    assert not Path(done.stdout.strip()).exists()
-
-
-def test_a_folder_of_the_parents_is_kept(folder: Path) -> None:
-    share_folder()
-    assert os.environ[FOLDER_VARIABLE] == str(folder)
 
 
 def test_the_engine_that_failed_last_and_the_one_that_was_started_last(folder: Path) -> None:
