@@ -81,7 +81,8 @@ def format_report(report: dict[str, Any]) -> str:
         "fingerprint": report["model_fingerprint"],
         "captured with": f"vLLM {report['vllm_version']}, {report['runner']} runner",
         "layers": f"{', '.join(map(str, report['layer_ids']))} ({report['dtype']})",
-        "records": f"{report['records']:,}: {report['complete']:,} complete, {report['incomplete']:,} incomplete",
+        "records": f"{report['records']:,}: {report['complete']:,} complete, {report['incomplete']:,} incomplete, "
+        f"{report['windows']:,} begin after position 0",
         "tokens": f"{report['prompt_tokens']:,} prompt, {report['generated_tokens']:,} generated",
         "rows": f"{report['rows_stored']:,} stored, {report['rows_in_records']:,} of them in records, "
         f"{report['row_references'] - report['rows_in_records']:,} more references to shared rows",

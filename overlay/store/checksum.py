@@ -72,7 +72,7 @@ def _checksum_hashes_of_rows(token_ids: bytes, extents: Extents, row_bytes: int,
 
 
 # By the version of the store's schema: the 8 bytes of a record's checksum from what is on disk.
-COMPUTE_CHECKSUM = {1: _checksum_rows, 2: _checksum_hashes_of_rows}
+COMPUTE_CHECKSUM = {1: _checksum_rows, 2: _checksum_hashes_of_rows, 3: _checksum_hashes_of_rows}
 
 
 def _read_chunks(extents: Extents, row_bytes: int, read: ReadRows) -> Iterator[memoryview]:

@@ -22,16 +22,17 @@ logger = logging.getLogger("vllm_overlay.store")
 
 INDEX_FILE = "index.sqlite"
 # 1: a record's checksum goes over its rows. 2: over the hashes of its rows (see checksum.py), and a record may have
-# several parts (see parts.py).
-SCHEMA_VERSION = 2
+# several parts (see parts.py). 3: a record may begin after position 0 of its request.
+SCHEMA_VERSION = 3
 WAIT_FOR_OTHER_WRITERS_S = 60
 
 # records: only ever added, so that ids are 1, 2, 3, ... in the order of their commits, across all writers. The blobs
 # come last: SQLite then reads the facts before them without the blobs' pages. token_ids and extents are little-endian
-# int64, loss_mask is a byte a token, checksum the 8 bytes of a digest (see checksum.py). logs: `closed` is NULL until
-# its writer, or after a crash the next one, is done with it; `dropped` counts the rows a crash left in no record;
-# `columns` is NULL if its rows hold all of the store's layers, or else which ones, as JSON; `session` is that of the
-# engine whose pipeline stage writes it. A record of several parts has its first in `records`, the others in `parts`.
+# int64, loss_mask is a byte a token, checksum the 8 bytes of a digest (see checksum.py); first_position is the place of
+# the first token in its request. logs: `closed` is NULL until its writer, or after a crash the next one, is done with
+# it; `dropped` counts the rows a crash left in no record; `columns` is NULL if its rows hold all of the store's layers,
+# or else which ones, as JSON; `session` is that of the engine whose pipeline stage writes it. A record of several parts
+# has its first in `records`, the others in `parts`.
 SCHEMA = (
     "CREATE TABLE meta (schema_version INTEGER NOT NULL, meta TEXT NOT NULL, created REAL NOT NULL)",
     """CREATE TABLE logs (
@@ -43,8 +44,8 @@ SCHEMA = (
         PRIMARY KEY (log, number))""",
     """CREATE TABLE records (
         id INTEGER PRIMARY KEY, log INTEGER NOT NULL REFERENCES logs, request_id TEXT NOT NULL,
-        num_tokens INTEGER NOT NULL, num_prompt_tokens INTEGER NOT NULL, complete INTEGER NOT NULL,
-        finish_reason TEXT NOT NULL, tag TEXT, checksum BLOB NOT NULL, created REAL NOT NULL,
+        first_position INTEGER NOT NULL, num_tokens INTEGER NOT NULL, num_prompt_tokens INTEGER NOT NULL,
+        complete INTEGER NOT NULL, finish_reason TEXT NOT NULL, tag TEXT, checksum BLOB NOT NULL, created REAL NOT NULL,
         extents BLOB NOT NULL, loss_mask BLOB, token_ids BLOB NOT NULL)""",
     *PARTS_SCHEMA,
     "CREATE INDEX records_by_request ON records (request_id)",
@@ -153,6 +154,11 @@ class Index:
     def version(self) -> int:
         """The version of the schema that the index was written in."""
         return int(self.execute("SELECT schema_version FROM meta")[0][0])
+
+    @property
+    def first_position(self) -> str:
+        """The expression for where a record begins in its request: before version 3 all began at its first token."""
+        return "first_position" if self.version >= 3 else "0"
 
     def read_shards(self, log: int) -> list[ShardRows]:
         found = self.execute("SELECT number, file, first_row, rows FROM shards WHERE log = ? ORDER BY number", (log,))

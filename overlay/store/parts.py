@@ -17,16 +17,17 @@ logger = logging.getLogger("vllm_overlay.store")
 
 # The facts of a record that its parts have too, in the order of RECORD_COLUMNS' values.
 RECORD_COLUMNS = (
-    "log, request_id, num_tokens, num_prompt_tokens, complete, finish_reason, tag, checksum, created, "
+    "log, request_id, first_position, num_tokens, num_prompt_tokens, complete, finish_reason, tag, checksum, created, "
     "extents, loss_mask, token_ids"
 )
 
 PARTS_SCHEMA = (
     """CREATE TABLE parts (
         session TEXT NOT NULL, number INTEGER NOT NULL, part INTEGER NOT NULL, record INTEGER REFERENCES records,
-        log INTEGER NOT NULL REFERENCES logs, request_id TEXT NOT NULL, num_tokens INTEGER NOT NULL,
-        num_prompt_tokens INTEGER NOT NULL, complete INTEGER NOT NULL, finish_reason TEXT NOT NULL, tag TEXT,
-        checksum BLOB NOT NULL, created REAL NOT NULL, extents BLOB NOT NULL, loss_mask BLOB, token_ids BLOB)""",
+        log INTEGER NOT NULL REFERENCES logs, request_id TEXT NOT NULL, first_position INTEGER NOT NULL,
+        num_tokens INTEGER NOT NULL, num_prompt_tokens INTEGER NOT NULL, complete INTEGER NOT NULL,
+        finish_reason TEXT NOT NULL, tag TEXT, checksum BLOB NOT NULL, created REAL NOT NULL, extents BLOB NOT NULL,
+        loss_mask BLOB, token_ids BLOB)""",
     "CREATE UNIQUE INDEX parts_waiting ON parts (session, number, part) WHERE record IS NULL",
     "CREATE INDEX parts_by_record ON parts (record)",
     "CREATE INDEX parts_by_log ON parts (log)",

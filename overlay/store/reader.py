@@ -122,7 +122,11 @@ class RecordPart:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One captured request of T tokens. token_ids: int64 [T]. loss_mask: bool [T], or None if capture knew of none."""
+    """T tokens of one captured request, from its position `first_position` on: 0 unless a window of it was asked for.
+
+    token_ids: int64 [T]. num_prompt_tokens: how many of these T are the prompt's; they come first. loss_mask: bool [T],
+    or None if capture knew of none.
+    """
 
     request_id: str
     token_ids: torch.Tensor = field(repr=False)
@@ -131,6 +135,7 @@ class Record:
     complete: bool
     finish_reason: str
     tag: str | None
+    first_position: int
     _layer_ids: tuple[int, ...] = field(repr=False)
     _parts: tuple[RecordPart, ...] = field(repr=False)
     _maps: ShardMaps = field(repr=False)
@@ -157,10 +162,12 @@ class Record:
     def _refuse_holes(self) -> None:
         holes = sorted({hole for part in self._parts for hole in find_holes(part.extents)})
         if holes:
-            missing = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in holes)
+            begin = self.first_position
+            shifted = [(begin + first, begin + last) for first, last in holes]
+            missing = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in shifted)
             raise IncompleteRecordError(
                 f"record {self.request_id!r} of {self._maps.folder} is incomplete: "
-                f"positions {missing} of {len(self.token_ids)} have no hidden states"
+                f"positions {missing} of {begin}-{begin + len(self.token_ids) - 1} have no hidden states"
             )
 
 
@@ -230,12 +237,12 @@ class Store:
     def __getitem__(self, key: int | str) -> Record:
         """Raises IndexError or KeyError if there is no such record."""
         if isinstance(key, str):
-            newest = f"SELECT {COLUMNS} FROM records WHERE request_id = ? ORDER BY id DESC LIMIT 1"
-            found = self.index.execute(newest, (key,))
+            newest = "FROM records WHERE request_id = ? ORDER BY id DESC LIMIT 1"
+            found = self.index.execute(f"SELECT {self._columns} {newest}", (key,))
             if not found:
                 raise KeyError(f"{self._folder} has no record of request {key!r}")
             return self._make_record(found[0])
-        return self._make_record(self._fetch(operator.index(key), COLUMNS))
+        return self._make_record(self._fetch(operator.index(key), self._columns))
 
     def tags(self) -> set[str]:
         """The tags that records have."""
@@ -284,6 +291,10 @@ class Store:
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self._folder,)
 
+    @property
+    def _columns(self) -> str:
+        return f"{COLUMNS}, {self.index.first_position}"
+
     def _fetch(self, number: int, columns: str) -> tuple[Any, ...]:
         length = len(self)
         if not -length <= number < length:
@@ -291,7 +302,7 @@ class Store:
         return self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (number % length + 1,))[0]
 
     def _make_record(self, row: tuple[Any, ...]) -> Record:
-        record, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids = row
+        record, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, first_position = row
         parts = [RecordPart(log, unpack_extents(blob)) for log, blob, _ in self.index.read_parts(record)]
         return Record(
             request_id=request_id,
@@ -301,6 +312,7 @@ class Store:
             complete=bool(complete),
             finish_reason=finish_reason,
             tag=tag,
+            first_position=first_position,
             _layer_ids=self.layer_ids,
             _parts=tuple(map(self._learn, parts)),
             _maps=self._maps,

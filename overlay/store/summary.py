@@ -23,11 +23,14 @@ class StoreSummary:
     rows_stored: rows that the logs hold, those of writers at work as of their last commit. rows_in_records: of these,
     rows that a record refers to, each once. row_references: the same, once for each record, so that what is above
     rows_in_records was shared between records and not stored again.
+
+    windows: records that begin after their request's first position.
     """
 
     records: int
     complete: int
     incomplete: int
+    windows: int
     prompt_tokens: int
     generated_tokens: int
     rows_stored: int
@@ -45,9 +48,9 @@ class StoreSummary:
 def summarize(store: Store) -> StoreSummary:
     """Read the index once. Raises StoreError if it or the folder cannot be read."""
     execute = store.index.execute
-    records, complete, prompt, tokens = execute(
-        "SELECT count(*), coalesce(sum(complete), 0), coalesce(sum(num_prompt_tokens), 0), "
-        "coalesce(sum(num_tokens), 0) FROM records"
+    records, complete, windows, prompt, tokens = execute(
+        f"SELECT count(*), coalesce(sum(complete), 0), coalesce(sum({store.index.first_position} > 0), 0), "
+        "coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_tokens), 0) FROM records"
     )[0]
     logs, logs_open, unclean, rows, dropped = execute(
         "SELECT count(*), coalesce(sum(closed IS NULL), 0), coalesce(sum(clean = 0), 0), coalesce(sum(rows), 0), "
@@ -61,6 +64,7 @@ def summarize(store: Store) -> StoreSummary:
         records=records,
         complete=complete,
         incomplete=records - complete,
+        windows=windows,
         prompt_tokens=prompt,
         generated_tokens=tokens - prompt,
         rows_stored=rows,

@@ -28,7 +28,7 @@ from vllm_overlay.store.row_hashes import HashingThread, RowHashes
 
 DEFAULT_SHARD_BYTES = 1 << 30
 
-INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 12)})"
+INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 13)})"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class PendingRecord:
     token_ids: int64 [T]. rows: int64 [T], the row of each position in the writer's own log, -1 where there is none.
     complete: no -1 in rows. loss_mask: bool [T] or None if it is not known. num_prompt_tokens: of the T tokens, those
     that were given and not generated. number: which record of its engine's it is, the same in every pipeline stage.
+    first_position: the place of the first token in its request; 0 unless the record is a window of it.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class PendingRecord:
     tag: str | None
     loss_mask: NDArray[np.bool_] | None
     number: int = 0
+    first_position: int = 0
 
 
 class StoreWriter:
@@ -225,6 +227,8 @@ class StoreWriter:
             raise StoreError(f"{name}: the loss mask must be bool [{tokens}], not {mask.dtype} {list(mask.shape)}")
         if not 0 <= record.num_prompt_tokens <= tokens:
             raise StoreError(f"{name}: {record.num_prompt_tokens} prompt tokens, of {tokens} tokens")
+        if record.first_position < 0:
+            raise StoreError(f"{name}: it begins at position {record.first_position}, and positions begin at 0")
         if rows.min() < -1 or rows.max() >= self._rows.rows:
             raise StoreError(f"{name}: rows {rows.min()}..{rows.max()}, and this log has {self._rows.rows}")
         missing = int((rows < 0).sum())
@@ -239,6 +243,7 @@ class StoreWriter:
         return (
             self._log,
             record.request_id,
+            record.first_position,
             len(record.token_ids),
             record.num_prompt_tokens,
             int(record.complete),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from vllm_overlay.store import Store, StoreError, StoreWriter, row_hashes
+from vllm_overlay.store import Store, StoreError, StoreWriter, row_hashes, summarize
 from vllm_overlay.store.checksum import hash_rows
 from vllm_overlay.store.shard import Shard
 
@@ -109,6 +109,19 @@ def test_rows_of_an_append_that_failed_leave_no_hash(store_path, meta, make_rows
     assert list(Store.open(store_path).verify()) == []
 
 
+def make_older(path: Path, version: int) -> sqlite3.Connection:
+    """The store's index as this version of the schema has it, but for the checksums."""
+    connection = sqlite3.connect(path / "index.sqlite")
+    for table in ("records", "parts"):
+        connection.execute(f"ALTER TABLE {table} DROP COLUMN first_position")
+    if version == 1:
+        connection.execute("DROP TABLE parts")
+        for column in ("session", "columns"):
+            connection.execute(f"ALTER TABLE logs DROP COLUMN {column}")
+    connection.execute("UPDATE meta SET schema_version = ?", (version,))
+    return connection
+
+
 @pytest.fixture
 def older_store(store_path, meta, make_rows, make_record) -> Path:
     """A store of schema version 1: the checksum goes over the token ids and the rows themselves."""
@@ -117,8 +130,7 @@ def older_store(store_path, meta, make_rows, make_record) -> Path:
     with StoreWriter.open(store_path, meta, rows_per_shard=4) as writer:
         writer.append(rows)
         writer.commit([make_record(name, numbers) for name, numbers in layout.items()])
-    with sqlite3.connect(store_path / "index.sqlite") as connection:
-        connection.execute("UPDATE meta SET schema_version = 1")
+    with make_older(store_path, 1) as connection:
         for name, numbers in layout.items():
             content = np.arange(100, 100 + len(numbers), dtype="<i8").tobytes()
             content += b"".join(rows[row].numpy().tobytes() for row in numbers if row >= 0)
@@ -146,6 +158,24 @@ def test_older_store_is_not_added_to(older_store: Path, meta) -> None:
     with pytest.raises(StoreError, match=message):
         StoreWriter.open(older_store, meta)
     assert len(Store.open(older_store)) == 2
+
+
+def test_store_of_version_2_is_read_and_not_added_to(store_path, meta, make_rows, make_record) -> None:
+    """All its records begin at their request's first position."""
+    rows = make_rows(3)
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(rows)
+        writer.commit([make_record("a", range(3))])
+    with make_older(store_path, 2) as connection:
+        connection.commit()
+    connection.close()
+    with Store.open(store_path) as store:
+        assert store["a"].first_position == 0
+        assert torch.equal(store[0].hidden_states, rows)
+        assert list(store.verify()) == []
+        assert summarize(store).windows == 0
+    with pytest.raises(StoreError, match="was written in version 2"):
+        StoreWriter.open(store_path, meta)
 
 
 def test_an_error_of_the_hashing_thread_reaches_the_append(

@@ -216,7 +216,7 @@ def test_newer_schema_is_refused_with_both_versions(store_path, meta) -> None:
     with sqlite3.connect(store_path / "index.sqlite") as connection:
         connection.execute("UPDATE meta SET schema_version = 7")
     connection.close()
-    message = "written in version 7 of the store's schema, and this release reads up to version 2"
+    message = "written in version 7 of the store's schema, and this release reads up to version 3"
     with pytest.raises(StoreError, match=message):
         Store.open(store_path)
     with pytest.raises(StoreError, match=message):

@@ -31,7 +31,7 @@ def small(store_path, meta, make_record) -> Path:
         writer.commit(
             [
                 make_record("a", range(4), num_prompt_tokens=3, finish_reason="stop"),
-                make_record("b", [0, 1, 4], num_prompt_tokens=2),
+                make_record("b", [0, 1, 4], num_prompt_tokens=2, first_position=9),
                 make_record("c", [-1, 1, 1], num_prompt_tokens=2),
             ]
         )
@@ -57,6 +57,7 @@ def test_json_has_the_facts_of_the_store(small: Path, capsys) -> None:
         "records": 3,
         "complete": 2,
         "incomplete": 1,
+        "windows": 1,
         "prompt_tokens": 7,
         "generated_tokens": 3,
         "rows_stored": 6,
@@ -100,7 +101,7 @@ def test_text_and_plot(small: Path, tmp_path: Path, capsys) -> None:
     plot = tmp_path / "norms.png"
     assert run(small, "--plot", plot, "--sample", 1) == 0
     text = capsys.readouterr().out
-    assert "3: 2 complete, 1 incomplete" in text
+    assert "3: 2 complete, 1 incomplete, 1 begin after position 0" in text
     assert "6 stored, 5 of them in records, 4 more references to shared rows" in text
     assert "(tokens: 4, records: 1)" in text
     assert plot.read_bytes().startswith(b"\x89PNG")

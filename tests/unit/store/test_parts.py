@@ -40,13 +40,14 @@ def test_a_record_exists_when_its_last_part_does(tmp_path: Path, meta: StoreMeta
             for number in order:  # each stage commits in an order of its own
                 rows = write(writer, part, states[number])
                 before = len(store)
-                writer.commit([replace(make_record(f"r{number}", rows), number=number)])
+                writer.commit([replace(make_record(f"r{number}", rows), number=number, first_position=3 * number)])
                 assert len(store) == before + (part is SECOND)
     with Store.open(tmp_path) as store:
         assert store.layer_ids == (2, 1, 6)
         assert [record.request_id for record in store] == ["r1", "r0"]
         for number in range(2):
             assert torch.equal(store[f"r{number}"].hidden_states, states[number])
+            assert store[f"r{number}"].first_position == 3 * number
         assert list(store.verify()) == []
         summary = summarize(store)
         assert (summary.records, summary.logs, summary.rows_stored, summary.rows_in_records) == (2, 2, 16, 16)
@@ -66,7 +67,7 @@ def test_a_hole_in_one_part_makes_the_record_incomplete(
         second.commit([make_record("r", rows)])
     with Store.open(tmp_path) as store:
         assert not store[0].complete
-        with pytest.raises(StoreError, match="positions 1 of 4 have no hidden states"):
+        with pytest.raises(StoreError, match="positions 1 of 0-3 have no hidden states"):
             _ = store[0].hidden_states
 
 

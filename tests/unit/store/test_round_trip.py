@@ -34,7 +34,19 @@ def test_record_reads_back_in_every_dtype(dtype: str, store_path, make_meta, mak
     assert record.loss_mask is not None and record.loss_mask.dtype is torch.bool
     assert record.loss_mask.tolist() == mask.tolist()
     assert (record.request_id, record.num_prompt_tokens, record.complete) == ("a", 3, True)
-    assert (record.finish_reason, record.tag) == ("length", "x")
+    assert (record.finish_reason, record.tag, record.first_position) == ("length", "x", 0)
+
+
+def test_a_window_says_where_it_begins(store_path, meta, make_rows, make_record) -> None:
+    rows = make_rows(3)
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(rows)
+        writer.commit([make_record("w", range(3), first_position=12), make_record("h", [0, -1, 2], first_position=7)])
+    with Store.open(store_path) as store:
+        assert (store[0].first_position, store["w"].first_position) == (12, 12)
+        assert torch.equal(store["w"].hidden_states, rows)
+        with pytest.raises(IncompleteRecordError, match="positions 8 of 7-9 have no hidden states"):
+            _ = store["h"].hidden_states
 
 
 def test_loss_mask_may_be_unknown(store_path, meta, make_rows, make_record) -> None:
@@ -90,7 +102,9 @@ def test_hole_makes_a_record_incomplete(store_path, meta, make_rows, make_record
     record = Store.open(store_path)[0]
     assert not record.complete
     assert len(record.token_ids) == 7
-    with pytest.raises(IncompleteRecordError, match=r"'late' of .*store is incomplete: positions 0-1, 4 of 7 have no"):
+    with pytest.raises(
+        IncompleteRecordError, match=r"'late' of .*store is incomplete: positions 0-1, 4 of 0-6 have no"
+    ):
         _ = record.hidden_states
 
 
@@ -185,6 +199,7 @@ def test_store_may_be_used_after_a_fork(store_path, meta, make_rows, make_record
         ({"rows": np.array([0])}, "not one row a token"),
         ({"token_ids": np.array([1, 2], dtype=np.int32)}, "must be int64, not int32"),
         ({"num_prompt_tokens": 3}, "3 prompt tokens, of 2 tokens"),
+        ({"first_position": -1}, "it begins at position -1"),
         ({"loss_mask": np.array([True])}, r"the loss mask must be bool \[2\], not bool \[1\]"),
         ({"token_ids": np.empty(0, dtype=np.int64), "rows": np.empty(0, dtype=np.int64)}, "not one row a token"),
     ],
