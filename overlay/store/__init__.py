@@ -8,6 +8,7 @@ installed.
     STORE/shards/<log>-<shard>.safetensors   rows [rows, layers, hidden] (see shard.py)
     STORE/shards/<log>.lock                  held by the log's writer while it lives (see log.py)
     STORE/store.lock                         held while a writer opens or closes
+    STORE/replica-<name>/                    a store by itself, of one replica of several (see joined.py)
 
 A store lives on a filesystem of one machine: SQLite's write-ahead log needs shared memory between its processes.
 """
@@ -15,6 +16,7 @@ A store lives on a filesystem of one machine: SQLite's write-ahead log needs sha
 from __future__ import annotations
 
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
+from vllm_overlay.store.joined import REPLICA_PREFIX, JoinedStore, find_stores
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.parts import Part
 from vllm_overlay.store.reader import Damage, Record, Store
@@ -22,8 +24,10 @@ from vllm_overlay.store.summary import LayerNorms, StoreSummary, measure_norms, 
 from vllm_overlay.store.writer import PendingRecord, StoreWriter
 
 __all__ = [
+    "REPLICA_PREFIX",
     "Damage",
     "IncompleteRecordError",
+    "JoinedStore",
     "LayerNorms",
     "Part",
     "PendingRecord",
@@ -33,6 +37,7 @@ __all__ = [
     "StoreMeta",
     "StoreSummary",
     "StoreWriter",
+    "find_stores",
     "measure_norms",
     "summarize",
 ]

@@ -205,8 +205,19 @@ class Store:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
-        """Raises StoreError if `path` is not a store or was written by a newer release."""
-        return cls(Path(path))
+        """The store in this folder; those of several replicas in it are read as one.
+
+        Raises StoreError if there is none, or it was written by a newer release.
+        """
+        from vllm_overlay.store.joined import JoinedStore, find_stores  # which build on this class
+
+        folder = Path(path)
+        return JoinedStore.join(folder) if any(found != folder for found in find_stores(folder)) else cls(folder)
+
+    @property
+    def members(self) -> tuple[Store, ...]:
+        """The stores, each with an index of its own, that this one is read from."""
+        return (self,)
 
     @property
     def path(self) -> Path:
@@ -247,6 +258,10 @@ class Store:
     def tags(self) -> set[str]:
         """The tags that records have."""
         return {tag for (tag,) in self.index.execute("SELECT DISTINCT tag FROM records WHERE tag IS NOT NULL")}
+
+    def complete_numbers(self) -> list[int]:
+        """The numbers of the complete records."""
+        return [id_ - 1 for (id_,) in self.index.execute("SELECT id FROM records WHERE complete ORDER BY id")]
 
     def check(self, number: int) -> Damage | None:
         """Read record `number` from disk again and compare it with its checksum. None if it is whole."""

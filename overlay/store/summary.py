@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_overlay.store.errors import naming_path
 from vllm_overlay.store.extents import HOLE, merge_extents
+from vllm_overlay.store.log import SHARDS_FOLDER
 from vllm_overlay.store.reader import Store
 
 ALLOCATION_UNIT = 512  # bytes in a block of st_blocks, whatever the filesystem's own block is (stat(2))
@@ -46,7 +48,20 @@ class StoreSummary:
 
 
 def summarize(store: Store) -> StoreSummary:
-    """Read the index once. Raises StoreError if it or the folder cannot be read."""
+    """Read each index once. Raises StoreError if one or the folder cannot be read."""
+    summaries = [_summarize_member(member) for member in store.members]
+    counts = {
+        each.name: sum(getattr(summary, each.name) for summary in summaries)
+        for each in fields(StoreSummary)
+        if each.name != "finish_reasons"
+    }
+    reasons: Counter[str] = Counter()
+    for summary in summaries:
+        reasons.update(summary.finish_reasons)
+    return StoreSummary(**counts, finish_reasons=dict(reasons.most_common()))
+
+
+def _summarize_member(store: Store) -> StoreSummary:
     execute = store.index.execute
     records, complete, windows, prompt, tokens = execute(
         f"SELECT count(*), coalesce(sum(complete), 0), coalesce(sum({store.index.first_position} > 0), 0), "
@@ -92,7 +107,9 @@ def _count_rows(store: Store) -> tuple[int, int]:
 
 def _measure_folder(store: Store) -> int:
     with naming_path("read", store.path):
-        return sum(path.stat().st_blocks * ALLOCATION_UNIT for path in store.path.rglob("*") if path.is_file())
+        # Not the whole tree: replicas have their stores in the folder.
+        files = [*store.path.iterdir(), *(store.path / SHARDS_FOLDER).iterdir()]
+        return sum(path.stat().st_blocks * ALLOCATION_UNIT for path in files if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,7 @@ class LayerNorms:
 
 def measure_norms(store: Store, sample: int) -> LayerNorms | None:
     """Norms by layer over up to `sample` complete records, spread evenly over the store; None if there is none."""
-    numbers = [number - 1 for (number,) in store.index.execute("SELECT id FROM records WHERE complete ORDER BY id")]
+    numbers = store.complete_numbers()
     if not numbers:
         return None
     chosen = np.unique(np.linspace(0, len(numbers) - 1, num=min(sample, len(numbers))).round().astype(int))

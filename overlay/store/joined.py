@@ -1,0 +1,130 @@
+"""The stores of several replicas in one folder, read as one.
+
+    STORE/replica-<name>/     a store of its own, written by one replica of a capture on several machines
+    STORE/index.sqlite ...    beside them, if an engine has written to STORE itself too
+
+Why not one index for all: it must be on a filesystem of one machine, and a folder that machines share is none. A
+replica's store is written by one machine at a time, and read by others when it is closed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.index import INDEX_FILE, Index
+from vllm_overlay.store.reader import Damage, Record, Store
+
+REPLICA_PREFIX = "replica-"
+
+
+def find_stores(folder: Path) -> list[Path]:
+    """The stores in a folder: itself if it is one, then its replicas', by name. None if there is no such folder."""
+    with naming_path("read", folder):
+        found = [folder, *sorted(folder.glob(f"{REPLICA_PREFIX}*"))]
+    return [path for path in found if (path / INDEX_FILE).is_file()]
+
+
+class JoinedStore(Store):
+    """Several stores read as one: the records of one after those of the other, as many as there were at the opening.
+
+    What is committed afterwards does not show up: a number stays the same record while replicas write.
+    """
+
+    def __init__(self, folder: Path, members: Sequence[Store]) -> None:
+        self._folder = folder
+        self._members = tuple(members)
+        self.meta = members[0].meta
+        for member in members[1:]:
+            if misfits := self.meta.misfits(member.meta):
+                raise StoreError(f"{member.path} holds other rows than {members[0].path}: {'; '.join(misfits)}")
+        self._ends = list(accumulate(map(len, members)))
+
+    @classmethod
+    def join(cls, folder: Path) -> JoinedStore:
+        """Raises StoreError if there is no store in `folder`, or one holds rows of another kind than the others."""
+        paths = find_stores(folder)
+        if not paths:
+            raise StoreError(f"{folder} is not a store: it has no {INDEX_FILE}, nor has a {REPLICA_PREFIX}* in it")
+        members = [Store(path) for path in paths]
+        try:
+            return cls(folder, members)
+        except BaseException:
+            for member in members:
+                member.close()
+            raise
+
+    @property
+    def members(self) -> tuple[Store, ...]:
+        return self._members
+
+    @property
+    def index(self) -> Index:
+        """Raises StoreError: there is one for each of the members."""
+        raise StoreError(f"{self._folder} has an index for each of its {len(self._members)} stores")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __contains__(self, request_id: object) -> bool:
+        return any(request_id in member for member in self._members)
+
+    def __getitem__(self, key: int | str) -> Record:
+        """Raises IndexError or KeyError if there is no such record."""
+        if isinstance(key, str):
+            return self._find_newest(key)
+        member, number = self._place(key)
+        return member[number]
+
+    def tags(self) -> set[str]:
+        return set().union(*(member.tags() for member in self._members))
+
+    def complete_numbers(self) -> list[int]:
+        numbers = []
+        for member, end, length in zip(self._members, self._ends, self._lengths(), strict=True):
+            numbers += [end - length + number for number in member.complete_numbers() if number < length]
+        return numbers
+
+    def check(self, number: int) -> Damage | None:
+        """As a single store's; the damage names its own store's record."""
+        member, own = self._place(number)
+        damage = member.check(own)
+        if damage is None:
+            return None
+        rows = tuple(f"{member.path.name}/{each}" for each in damage.rows)
+        return Damage(number, damage.request_id, rows, damage.problem)
+
+    def close(self) -> None:
+        for member in self._members:
+            member.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JoinedStore.join, (self._folder,)
+
+    def _lengths(self) -> list[int]:
+        return [end - begin for begin, end in zip([0, *self._ends], self._ends, strict=False)]
+
+    def _place(self, number: int) -> tuple[Store, int]:
+        """The store that record `number` is in, and its number there."""
+        length = len(self)
+        if not -length <= number < length:
+            raise IndexError(f"record {number} of {self._folder}, which has {length}")
+        number %= length
+        at = bisect_right(self._ends, number)
+        return self._members[at], number - (self._ends[at - 1] if at else 0)
+
+    def _find_newest(self, request_id: str) -> Record:
+        """Engines count their requests alike: several members may have a record of this id."""
+        having = [member for member in self._members if request_id in member]
+        if not having:
+            raise KeyError(f"{self._folder} has no record of request {request_id!r}")
+        return max(having, key=lambda member: _committed(member, request_id))[request_id]
+
+
+def _committed(store: Store, request_id: str) -> float:
+    """When the newest record of the request was committed, in seconds since 1970 by its writer's clock."""
+    return float(store.index.execute("SELECT max(created) FROM records WHERE request_id = ?", (request_id,))[0][0])
