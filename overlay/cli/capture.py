@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 HELP = "Run a dataset through vLLM and write its hidden states into a store"
@@ -17,14 +18,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", default="eagle3", metavar="IDS", help="eagle3, all, or ids such as 2,15,27,30 (default: eagle3)"
     )
+    several = parser.add_argument_group(
+        "several machines",
+        "N processes, each with this same command line, take a share each. STORE and DATASET are then folders that all "
+        "of them see; every replica writes a store of its own within STORE, and STORE is read as one. A replica that "
+        "was lost is started again, or all are, with this N or another: only what is missing is computed. Do not "
+        "start two runs of another N or dataset into one STORE at the same time.",
+    )
+    several.add_argument(
+        "--replica",
+        metavar="I/N",
+        help="which of N replicas this is, the first being 0/N (default: torchrun's RANK and WORLD_SIZE, or srun's "
+        "SLURM_PROCID and SLURM_NTASKS, or else the only one). A replica is an engine of its own on the GPUs that it "
+        "sees: give each its own, by srun --gpus-per-task, or CUDA_VISIBLE_DEVICES",
+    )
     parser.epilog = "vLLM's own engine options go after --, for example: -- --dtype float32 --enforce-eager"
 
 
 def run(args: argparse.Namespace) -> int:
     from vllm_overlay.offline.capture import capture_dataset
+    from vllm_overlay.offline.replica import find_replica
 
     summary = capture_dataset(
-        args.dataset, model=args.model, store=args.output, layers=args.layers, engine_options=args.engine_options
+        args.dataset,
+        model=args.model,
+        store=args.output,
+        layers=args.layers,
+        engine_options=args.engine_options,
+        replica=find_replica(args.replica, os.environ),
     )
     print(
         f"{summary.captured} captured, {summary.already_there} already there: {summary.num_tokens} tokens, "

@@ -1,4 +1,7 @@
-"""A dataset through vLLM's offline engine with capture on: every item once, what is in the store already not again."""
+"""A dataset through vLLM's offline engine with capture on: every item once, what is in the store already not again.
+
+By one engine, or by several replicas that each take a share and write a store of their own into the folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.model_shape import ModelShape, read_model_shape
-from vllm_overlay.store import Store
+from vllm_overlay.offline.replica import ALONE, Plan, Replica, forget_launcher, share_out
+from vllm_overlay.store import REPLICA_PREFIX, Record, Store, find_stores
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -50,24 +54,58 @@ class CaptureSummary:
 
 
 def capture_dataset(
-    dataset: Path, *, model: str, store: Path, layers: str, engine_options: Sequence[str]
+    dataset: Path, *, model: str, store: Path, layers: str, engine_options: Sequence[str], replica: Replica = ALONE
 ) -> CaptureSummary:
-    """Capture every item of the dataset that the store does not hold yet; each becomes a record tagged with its key.
+    """Capture what the store does not hold yet of this replica's share; each item becomes a record tagged with its key.
 
-    Errors: OverlayError before the model loads when the disk is too small, the folder cannot be written or the layers
-    do not exist; afterwards when an item is longer than the engine takes or a record is missing at the end.
+    Errors: OverlayError before the model loads when the disk is too small, the folder cannot be written, the layers do
+    not exist or `replica` cannot be one; afterwards when an item is longer than the engine takes or a record is missing
+    at the end.
     """
+    _refuse_ranks_of_one_engine(replica, engine_options)
     items = list(Dataset.open(dataset))
     shape = read_model_shape(model, engine_options)
     layer_ids = resolve_layer_ids(layers, shape.num_hidden_layers)
-    _check_store(store, model, layer_ids)
-    done = find_done(store, items)
-    wanted = [item for item in items if item.key not in done]
+    plan = share_out(items, replica.count)
+    folder = choose_folder(store, replica, plan)
+    readable = find_readable(store, folder, plan)
+    _check_stores(readable, model, layer_ids)
+    done = find_done(readable, items)
+    share = plan.take(items, replica.index)
+    wanted = [item for item in share if item.key not in done]
+    if replica.count > 1:
+        print(
+            f"replica {replica} ({replica.source}): {len(share)} of {len(items)} items, {len(wanted)} of them missing; "
+            f"writes {folder}",
+            flush=True,
+        )
     if not wanted:
-        return CaptureSummary(0, len(items), 0, 0, 0.0)
-    _check_disk(store, wanted, shape, len(layer_ids))
-    _switch_on(store, layers)
-    return _run(wanted, len(items) - len(wanted), model, store, engine_options)
+        return CaptureSummary(0, len(share), 0, 0, 0.0)
+    _check_disk(store, wanted + _find_unbegun(items, store, replica, plan), shape, len(layer_ids))
+    switch_on(folder, layers)
+    if replica.count > 1:
+        forget_launcher(os.environ)
+    bar_name = f"capture {replica}" if replica.count > 1 else "capture"
+    return _run(wanted, len(share) - len(wanted), model, folder, engine_options, bar_name)
+
+
+def choose_folder(store: Path, replica: Replica, plan: Plan) -> Path:
+    """Where a replica writes: a store of its own within the folder, always the same one for the same share.
+
+    One that is alone writes into the folder itself, unless replicas have written there.
+    """
+    if replica.count == 1 and not any(path != store for path in find_stores(store)):
+        return store
+    return store / f"{REPLICA_PREFIX}{replica.index}-of-{replica.count}-{plan.digest}"
+
+
+def find_readable(store: Path, own: Path, plan: Plan) -> list[Path]:
+    """The stores that may hold items of this replica's share: its own, and those of earlier runs.
+
+    Not those of the other replicas of this run: they hold items of their own shares, and may be written by another
+    machine at this moment.
+    """
+    return [path for path in find_stores(store) if path == own or not path.name.endswith(f"-{plan.digest}")]
 
 
 def estimate_bytes(num_tokens: int, num_layers: int, hidden_size: int, itemsize: int) -> int:
@@ -81,34 +119,49 @@ def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
     return [[int(start), int(end)] for start, end in edges.reshape(-1, 2)]
 
 
-def find_done(store: Path, items: Sequence[DatasetItem]) -> set[str]:
-    """Keys of the items that have a complete record with the very tokens of the item.
+def find_done(stores: Sequence[Path], items: Sequence[DatasetItem]) -> set[str]:
+    """Keys of the items of which one of the stores has a complete record with the very tokens of the item.
 
     Not every record of that key: an engine that was interrupted leaves an aborted request's first rows, and a dataset
     prepared again may use the same keys for other text.
     """
-    if not store.exists():
-        return set()
     tokens = {item.key: item.token_ids for item in items}
-    with Store.open(store) as opened:
-        return {
-            record.tag
-            for record in opened
-            if record.tag in tokens and record.complete and np.array_equal(record.token_ids.numpy(), tokens[record.tag])
-        }
+    done: set[str] = set()
+    for store in stores:
+        with Store(store) as opened:
+            done |= {record.tag for record in opened if record.tag and _is_whole(record, tokens.get(record.tag))}
+    return done
 
 
-def _check_store(store: Path, model: str, layer_ids: tuple[int, ...]) -> None:
-    """Errors: OverlayError when the store holds other layers or another model's states."""
-    if not store.exists():
-        return
-    with Store.open(store) as opened:
-        if opened.layer_ids != layer_ids:
-            raise OverlayError(
-                f"{store} holds the layers {opened.layer_ids}, asked for are {layer_ids}: name another store"
-            )
-        if opened.meta.model_fingerprint != fingerprint_model(model, {}):
-            raise OverlayError(f"{store} holds states of other weights ({opened.meta.model}): name another store")
+def _is_whole(record: Record, token_ids: NDArray[np.int64] | None) -> bool:
+    return token_ids is not None and record.complete and np.array_equal(record.token_ids.numpy(), token_ids)
+
+
+def _check_stores(stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]) -> None:
+    """Errors: OverlayError when one of the stores holds other layers or another model's states."""
+    for store in stores:
+        with Store(store) as opened:
+            if opened.layer_ids != layer_ids:
+                raise OverlayError(
+                    f"{store} holds the layers {opened.layer_ids}, asked for are {layer_ids}: name another store"
+                )
+            if opened.meta.model_fingerprint != fingerprint_model(model, {}):
+                raise OverlayError(f"{store} holds states of other weights ({opened.meta.model}): name another store")
+
+
+def _refuse_ranks_of_one_engine(replica: Replica, engine_options: Sequence[str]) -> None:
+    if replica.count > 1 and "external_launcher" in " ".join(engine_options):
+        raise OverlayError(
+            f"{replica.source}: with external_launcher these processes are ranks of one engine and not replicas; "
+            "leave the option away, and every process starts an engine of its own"
+        )
+
+
+def _find_unbegun(items: Sequence[DatasetItem], store: Path, replica: Replica, plan: Plan) -> list[DatasetItem]:
+    """What other replicas will write to the same disk and have not begun with."""
+    others = [Replica(index, replica.count, "") for index in range(replica.count) if index != replica.index]
+    unbegun = [other for other in others if not choose_folder(store, other, plan).exists()]
+    return [item for other in unbegun for item in plan.take(items, other.index)]
 
 
 def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
@@ -125,7 +178,7 @@ def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, nu
         )
 
 
-def _switch_on(store: Path, layers: str) -> None:
+def switch_on(store: Path, layers: str) -> None:
     os.environ["VLLM_OVERLAY"] = "1"
     os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
     os.environ["VLLM_OVERLAY_LAYERS"] = layers
@@ -135,7 +188,12 @@ def _switch_on(store: Path, layers: str) -> None:
 
 
 def _run(
-    items: Sequence[DatasetItem], already_there: int, model: str, store: Path, engine_options: Sequence[str]
+    items: Sequence[DatasetItem],
+    already_there: int,
+    model: str,
+    store: Path,
+    engine_options: Sequence[str],
+    bar_name: str,
 ) -> CaptureSummary:
     from tqdm import tqdm
 
@@ -143,15 +201,15 @@ def _run(
 
     llm = build_engine(model, engine_options)
     try:
-        _check_lengths(llm, items)
+        check_lengths(llm, items)
         num_tokens = sum(len(item.token_ids) for item in items)
         started = time.perf_counter()
-        with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="capture") as bar:
+        with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc=bar_name) as bar:
             limit, rest = FIRST_GROUP_TOKENS, list(items)
             while rest:
                 group, rest = take_group(rest, limit)
                 group_started = time.perf_counter()
-                _capture_group(llm, group)
+                capture_group(llm, group)
                 group_tokens = sum(len(item.token_ids) for item in group)
                 limit = int(group_tokens * GROUP_SECONDS / (time.perf_counter() - group_started))
                 bar.set_postfix_str(f"{_count_bytes(llm.collective_rpc('overlay_statistics')) / 1e6:.0f} MB")
@@ -160,7 +218,7 @@ def _run(
         seconds = time.perf_counter() - started
     finally:
         shut_down(llm)
-    _check_complete(store, items)
+    check_complete([store], items)
     return CaptureSummary(len(items), already_there, num_tokens, num_bytes, seconds)
 
 
@@ -168,7 +226,7 @@ def _count_bytes(of_every_rank: Sequence[dict[str, int]]) -> int:
     return sum(statistics["bytes"] for statistics in of_every_rank)
 
 
-def _check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:
+def check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:
     limit = llm.llm_engine.model_config.max_model_len
     long = [item for item in items if len(item.token_ids) + 1 > limit]
     if long:
@@ -180,7 +238,7 @@ def _check_lengths(llm: LLM, items: Sequence[DatasetItem]) -> None:
         )
 
 
-def _capture_group(llm: LLM, group: Sequence[DatasetItem]) -> None:
+def capture_group(llm: LLM, group: Sequence[DatasetItem]) -> None:
     from vllm import SamplingParams
 
     # One token is generated and none of its rows kept: the record's rows are the item's own tokens.
@@ -206,10 +264,11 @@ def take_group(items: list[DatasetItem], limit: int) -> tuple[list[DatasetItem],
     return items, []
 
 
-def _check_complete(store: Path, items: Sequence[DatasetItem]) -> None:
-    missing = sorted({item.key for item in items} - find_done(store, items))
+def check_complete(stores: Sequence[Path], items: Sequence[DatasetItem]) -> None:
+    """Errors: OverlayError when an item has no complete record in any of the stores."""
+    missing = sorted({item.key for item in items} - find_done(stores, items))
     if missing:
         raise OverlayError(
-            f"{len(missing)} of {len(items)} items have no complete record in {store}, the first {missing[0]!r}: "
-            "run the command again to take them up"
+            f"{len(missing)} of {len(items)} items have no complete record in {', '.join(map(str, stores))}, the first "
+            f"{missing[0]!r}: run the command again to take them up"
         )

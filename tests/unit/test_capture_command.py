@@ -13,7 +13,16 @@ from vllm_overlay.dataset import DatasetItem, write_dataset
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.offline import capture
-from vllm_overlay.offline.capture import capture_dataset, estimate_bytes, find_done, find_spans, take_group
+from vllm_overlay.offline.capture import (
+    CaptureSummary,
+    capture_dataset,
+    estimate_bytes,
+    find_done,
+    find_readable,
+    find_spans,
+    take_group,
+)
+from vllm_overlay.offline.replica import ALONE, Replica, share_out
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
 
@@ -45,16 +54,16 @@ def test_too_small_a_disk_is_refused_before_the_model_loads(tmp_path: Path, monk
     assert not (tmp_path / "store").exists()
 
 
-def make_store(tmp_path: Path, model: Path, tokens: int = 2) -> Path:
-    """A store with one record of the key i0."""
+def make_store(tmp_path: Path, model: Path, tokens: int = 2, name: str = "store", key: str = "i0") -> Path:
+    """A store with one record of the key."""
     meta = StoreMeta((1,), 4, "float32", 2, "toy", fingerprint_model(str(model), {}), "0.16.0", "V1")
     import torch
 
-    with StoreWriter.open(tmp_path / "store", meta) as writer:
+    with StoreWriter.open(tmp_path / name, meta) as writer:
         writer.append(torch.ones(tokens, 1, 4))
         count = np.arange(tokens)
-        writer.commit([PendingRecord("r", count, count, tokens, True, "length", "i0", None)])
-    return tmp_path / "store"
+        writer.commit([PendingRecord("r", count, count, tokens, True, "length", key, None)])
+    return tmp_path / name
 
 
 def test_nothing_left_to_do_starts_no_engine(tmp_path: Path) -> None:
@@ -71,8 +80,90 @@ def test_nothing_left_to_do_starts_no_engine(tmp_path: Path) -> None:
 def test_a_record_of_other_tokens_is_not_the_item(tmp_path: Path) -> None:
     """An interrupted engine leaves the first rows of an aborted request under the item's key."""
     store = make_store(tmp_path, write_model(tmp_path / "model", hidden=4, layers=2), tokens=2)
-    assert find_done(store, [make_item("i0", 2), make_item("other", 2)]) == {"i0"}
-    assert find_done(store, [make_item("i0", 3)]) == set()
+    assert find_done([store], [make_item("i0", 2), make_item("other", 2)]) == {"i0"}
+    assert find_done([store], [make_item("i0", 3)]) == set()
+
+
+def capture_as(tmp_path: Path, replica: Replica, options: tuple[str, ...] = ("--no-such-option",)) -> CaptureSummary:
+    """The command on `data`, `model` and `store`; an engine would refuse the options."""
+    return capture_dataset(
+        tmp_path / "data",
+        model=str(tmp_path / "model"),
+        store=tmp_path / "store",
+        layers="1",
+        engine_options=options,
+        replica=replica,
+    )
+
+
+def test_a_replica_takes_up_what_is_missing_of_its_own_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of an earlier run, alone or with another number, count whoever owns them now."""
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    items = [make_item(f"i{i}", 2) for i in range(8)]
+    write_dataset(tmp_path / "data", items, {})
+    plan = share_out(items, 2)
+    mine, theirs = ([item.key for item in plan.take(items, index)] for index in (0, 1))
+    make_store(tmp_path, model, key=mine[0])
+    make_store(tmp_path, model, name="store/replica-2-of-3-0123abcd", key=mine[1])
+    make_store(tmp_path, model, name=f"store/replica-0-of-2-{plan.digest}", key=mine[2])
+    asked: list[tuple[list[str], Path]] = []
+
+    def note(wanted: list[DatasetItem], there: int, model: str, folder: Path, *others: object) -> CaptureSummary:
+        asked.append(([item.key for item in wanted], folder))
+        return CaptureSummary(len(wanted), there, 0, 0, 0.0)
+
+    monkeypatch.setattr(capture, "_run", note)
+    monkeypatch.setattr(capture, "switch_on", lambda *arguments: None)
+    summary = capture_as(tmp_path, Replica(0, 2, "RANK=0 and WORLD_SIZE=2"))
+    assert asked == [([mine[3]], tmp_path / "store" / f"replica-0-of-2-{plan.digest}")]
+    assert (summary.captured, summary.already_there) == (1, 3)
+    said = capsys.readouterr().out
+    assert "replica 0/2 (RANK=0 and WORLD_SIZE=2): 4 of 8 items, 1 of them missing; writes " in said
+    # The other one has begun nothing, and alone there is all to do but what any store has.
+    capture_as(tmp_path, Replica(1, 2, "--replica 1/2"))
+    assert asked[1] == (theirs, tmp_path / "store" / f"replica-1-of-2-{plan.digest}")
+    capture_as(tmp_path, ALONE)
+    assert sorted(asked[2][0]) == sorted([mine[3], *theirs])
+    assert asked[2][1].name == f"replica-0-of-1-{share_out(items, 1).digest}"
+
+
+def test_a_replica_does_not_open_what_another_machine_may_be_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    items = [make_item(f"i{i}", 2) for i in range(2)]
+    write_dataset(tmp_path / "data", items, {})
+    plan = share_out(items, 2)
+    own = make_store(tmp_path, model, name=f"store/replica-0-of-2-{plan.digest}", key=plan.take(items, 0)[0].key)
+    (tmp_path / "store" / f"replica-1-of-2-{plan.digest}").mkdir()
+    (tmp_path / "store" / f"replica-1-of-2-{plan.digest}" / "index.sqlite").write_text("in the middle of a write")
+    assert find_readable(tmp_path / "store", own, plan) == [own]
+    assert capture_as(tmp_path, Replica(0, 2, "--replica 0/2")).already_there == 1
+
+
+def test_replicas_that_have_not_begun_need_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES 18, when they all start at once."""
+    monkeypatch.setattr(capture.shutil, "disk_usage", lambda folder: SimpleNamespace(free=50 * 10**9))
+    items = [make_item(f"i{i}", 4096) for i in range(1000)]
+    write_dataset(tmp_path / "data", items, {})
+    model = write_model(tmp_path / "model")
+    with pytest.raises(OverlayError, match=r"4096000 tokens .* need 94\.4 GB in .*, which has 50\.0 GB free"):
+        capture_dataset(
+            tmp_path / "data",
+            model=str(model),
+            store=tmp_path / "store",
+            layers="eagle3",
+            engine_options=[],
+            replica=Replica(1, 2, "--replica 1/2"),
+        )
+
+
+def test_ranks_of_one_engine_are_no_replicas(tmp_path: Path) -> None:
+    for options in (("--distributed-executor-backend", "external_launcher"), ("-dp=external_launcher",)):
+        with pytest.raises(OverlayError, match=r"RANK=0 and WORLD_SIZE=2: with external_launcher .* one engine"):
+            capture_as(tmp_path, Replica(0, 2, "RANK=0 and WORLD_SIZE=2"), options)
 
 
 def test_a_store_of_other_layers_or_weights_is_refused_before_the_model_loads(tmp_path: Path) -> None:
