@@ -39,6 +39,12 @@ def hash_rows(data: memoryview, row_bytes: int) -> Hashes:
     return hashes
 
 
+def split_hashing(data: memoryview, row_bytes: int) -> list[Callable[[], Hashes]]:
+    """Calls that hash whole rows, a limited number each, in their order; the memory stays as it is until they ended."""
+    size = max(1, CHUNK_BYTES // row_bytes) * row_bytes
+    return [functools.partial(hash_rows, data[at : at + size], row_bytes) for at in range(0, len(data), size)]
+
+
 @functools.lru_cache(maxsize=4)
 def _weights(count: int) -> Hashes:
     """The weights of all stores, uint64 `[count]`: odd, so that a single changed word always shows."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.meta import StoreMeta
-from vllm_overlay.store.shard import Shard, shrink_shard, write_fully
+from vllm_overlay.store.shard import Shard, shrink_shard, sync_folder, write_fully
 
 SHARDS_FOLDER = "shards"
 
 COUNT_DIGITS = 20
+
+# Shards that wait for a commit, 8 GiB: a process may open 1,024 files unless it is told otherwise.
+MOST_OPEN = 64
 
 
 def name_shard(log: int, number: int) -> str:
@@ -117,24 +121,34 @@ class RowLog:
         # process may open files.
         self._open: dict[int, Shard] = {}
         self._dirty: set[int] = set()
+        self._has_new_names = False
 
-    def append(self, data: memoryview) -> int:
-        """Write the rows and return the number of the first. Raises StoreError; the log is as before then."""
-        first, row = self.rows, self.rows
+    def split_append(self, data: memoryview) -> list[Callable[[], None]]:
+        """Calls that write the rows, one for each shard; in any order, or at the same time. Raises StoreError, and so
+        do the calls. Until `end_append` the log is as before."""
+        writes: list[Callable[[], None]] = []
+        row = self.rows
         while data:
             number, offset = divmod(row, self._rows_per_shard)
             count = min(self._rows_per_shard - offset, len(data) // self._meta.row_bytes)
-            self._shard_to_write(number).write(offset, data[: count * self._meta.row_bytes])
-            data = data[count * self._meta.row_bytes :]
+            shard, size = self._shard_to_write(number), count * self._meta.row_bytes
+            writes.append(functools.partial(shard.write, offset, data[:size]))
+            data = data[size:]
             row += count
-        self._lock.write_count(row)
-        self.rows = row
+        return writes
+
+    def end_append(self, count: int) -> int:
+        """The calls have written `count` rows: take them in, and return the number of the first. Raises StoreError."""
+        first = self.rows
+        self._lock.write_count(first + count)
+        self.rows += count
         return first
 
     def _shard_to_write(self, number: int) -> Shard:
         if number == len(self.shards):
             file = name_shard(self._log, number)
             self._open[number] = Shard.create(self._folder / file, self._meta, self._rows_per_shard)
+            self._has_new_names = True
             self.shards.append(ShardRows(number, file, number * self._rows_per_shard, self._rows_per_shard))
         self._dirty.add(number)
         return self._open[number]
@@ -163,8 +177,16 @@ class RowLog:
         finally:
             shard.close()
 
+    @property
+    def num_open(self) -> int:
+        """Shards that are open to be written."""
+        return len(self._open)
+
     def sync(self) -> None:
         """Put every row on disk. Raises StoreError."""
+        if self._has_new_names:
+            sync_folder(self._folder / SHARDS_FOLDER)
+            self._has_new_names = False
         for number in sorted(self._dirty):
             self._open[number].sync()
         self._dirty.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,10 @@ from vllm_overlay.store.shard import Shard, read_data_start
 COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids"
 
 
+# A terabyte: a process may hold 65,530 maps unless it is told otherwise.
+MOST_MAPS = 8192
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows `first`..`first + count - 1`, counted within one shard file."""
@@ -35,13 +40,13 @@ class Piece:
 
 
 class ShardMaps:
-    """The rows of all logs, each shard mapped into memory once, when it is first needed."""
+    """The rows of all logs, each shard mapped into memory when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metas: dict[int, StoreMeta] = {}
         self._shards: dict[int, list[ShardRows]] = {}
-        self._maps: dict[str, torch.Tensor] = {}
+        self._maps: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def learn(self, log: int, index: Index) -> None:
         """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
@@ -86,6 +91,10 @@ class ShardMaps:
     def _map(self, file: str, log: int) -> torch.Tensor:
         if file not in self._maps:
             self._maps[file] = _map_shard(self.folder / file, self._metas[log])
+        self._maps.move_to_end(file)
+        # A tensor of rows keeps its map alive after it has gone from here.
+        while len(self._maps) > MOST_MAPS:
+            self._maps.popitem(last=False)
         return self._maps[file]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import OrderedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_overlay.store.checksum import Hashes, ReadRows, hash_extents, hash_rows
+from vllm_overlay.store.checksum import Hashes, ReadRows, hash_extents
 from vllm_overlay.store.extents import find_extents
 
 CHUNK_ROWS = 65_536
@@ -50,41 +48,3 @@ class RowHashes:
             else:
                 hashes[here] = hash_extents(find_extents(rows[here]), self._row_bytes, read)
         return hashes
-
-
-class HashingThread:
-    """Hashes rows while its owner writes them: neither holds the interpreter's lock, and together they take less long.
-
-    A thread of our own, because those of concurrent.futures take nothing more once the interpreter is about to end, and
-    a last flush may come then.
-    """
-
-    def __init__(self, row_bytes: int) -> None:
-        self._row_bytes = row_bytes
-        self._inbox: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Hashes | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="vllm-overlay-hashes", daemon=True)
-        self._thread.start()
-
-    def start(self, data: memoryview) -> None:
-        """Begin to hash these rows, whose memory must stay as it is until `wait` returns."""
-        self._inbox.put(data)
-
-    def wait(self) -> Hashes:
-        """The hashes of the rows that were last given to `start`."""
-        hashes = self._outbox.get()
-        if isinstance(hashes, BaseException):
-            raise hashes
-        return hashes
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (data := self._inbox.get()) is not None:
-            try:
-                self._outbox.put(hash_rows(data, self._row_bytes))
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`, in the thread that writes
-                self._outbox.put(error)

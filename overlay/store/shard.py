@@ -86,7 +86,10 @@ class Shard:
 
     @classmethod
     def create(cls, path: Path, meta: StoreMeta, rows: int) -> Shard:
-        """Make a shard for `rows` rows, open to read and write. Raises StoreError and then leaves nothing."""
+        """Make a shard for `rows` rows, open to read and write. Raises StoreError and then leaves nothing.
+
+        Its name survives a power cut when `sync_folder` has been called.
+        """
         text = write_header(meta, rows)
         header = frame_header(text, -(-len(text) // 8) * 8)
         unnamed = path.with_name(path.name + ".new")
@@ -96,7 +99,6 @@ class Shard:
                 write_fully(fd, memoryview(header), 0, path)
                 os.ftruncate(fd, len(header) + rows * meta.row_bytes)
                 unnamed.rename(path)
-                sync_folder(path.parent)
                 return cls(path, fd, meta.row_bytes)
             except BaseException:
                 os.close(fd)

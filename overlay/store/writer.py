@@ -16,17 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store.checksum import checksum_hashes
+from vllm_overlay.store.checksum import checksum_hashes, split_hashing
 from vllm_overlay.store.errors import StoreError
 from vllm_overlay.store.extents import find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
-from vllm_overlay.store.log import LogLock, RowLog, lock_store, name_lock
+from vllm_overlay.store.lanes import Lanes
+from vllm_overlay.store.log import MOST_OPEN, LogLock, RowLog, lock_store, name_lock
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.parts import RECORD_COLUMNS, Part, insert_part
 from vllm_overlay.store.recovery import recover_logs
-from vllm_overlay.store.row_hashes import HashingThread, RowHashes
+from vllm_overlay.store.row_hashes import RowHashes
 
-DEFAULT_SHARD_BYTES = 1 << 30
+# Several files take an append's pieces at the same time, one file takes them one after the other.
+DEFAULT_SHARD_BYTES = 128 << 20
 
 INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 13)})"
 
@@ -67,7 +69,7 @@ class StoreWriter:
         self._log = log
         self._rows = rows
         self._hashes = RowHashes(meta.row_bytes)
-        self._hashing = HashingThread(meta.row_bytes)
+        self._lanes = Lanes()
         self._lock = threading.Lock()
         self._closed = False
         self._shards_in_index = 0
@@ -83,7 +85,7 @@ class StoreWriter:
         rows_per_shard: int | None = None,
         part: Part | None = None,
     ) -> StoreWriter:
-        """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 1 GiB.
+        """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 128 MiB.
 
         With a `part`, this writer's rows hold its columns of the layers in `meta` only, and its `meta` says so.
 
@@ -108,6 +110,11 @@ class StoreWriter:
         return cls(index, own, log, rows, part)
 
     @property
+    def log(self) -> int:
+        """The number of this writer's log in the store."""
+        return self._log
+
+    @property
     def num_rows(self) -> int:
         """Rows appended so far."""
         return self._rows.rows
@@ -126,12 +133,12 @@ class StoreWriter:
         data = _view_bytes(rows)
         with self._lock:
             self._check_open()
-            self._hashing.start(data)
-            try:
-                first = self._rows.append(data)
-            finally:
-                hashes = self._hashing.wait()
-            self._hashes.put(first, hashes)
+            if self._rows.num_open > MOST_OPEN:
+                self._sync()
+            writes = self._rows.split_append(data)
+            done = self._lanes.run([*writes, *split_hashing(data, self.meta.row_bytes)])
+            first = self._rows.end_append(len(rows))
+            self._hashes.put(first, np.concatenate([np.empty(0, dtype=np.uint64), *done[len(writes) :]]))
         return first
 
     def read_rows(self, start: int, count: int) -> torch.Tensor:
@@ -177,7 +184,7 @@ class StoreWriter:
                 if self._lost is None:
                     self._finish()
             finally:
-                self._hashing.stop()
+                self._lanes.stop()
                 self._rows.release()
                 self._index.close()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from vllm_overlay.store import Store, StoreError, StoreWriter, row_hashes, summarize
+from vllm_overlay.store import Store, StoreError, StoreWriter, checksum, row_hashes, summarize
 from vllm_overlay.store.checksum import hash_rows
 from vllm_overlay.store.shard import Shard
 
@@ -178,7 +178,7 @@ def test_store_of_version_2_is_read_and_not_added_to(store_path, meta, make_rows
         StoreWriter.open(store_path, meta)
 
 
-def test_an_error_of_the_hashing_thread_reaches_the_append(
+def test_an_error_of_a_thread_that_hashes_reaches_the_append(
     store_path, meta, make_rows, make_record, monkeypatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -186,7 +186,7 @@ def test_an_error_of_the_hashing_thread_reaches_the_append(
 
     with StoreWriter.open(store_path, meta) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(row_hashes, "hash_rows", fail)
+            patch.setattr(checksum, "hash_rows", fail)
             with pytest.raises(MemoryError, match="no room for a copy"):
                 writer.append(make_rows(3))
         first = writer.append(make_rows(2, seed=1))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_overlay.store import Store, StoreWriter
+from vllm_overlay.store import Store, StoreWriter, reader
+from vllm_overlay.store import writer as writer_module
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -43,8 +48,54 @@ def test_space_is_taken_for_written_rows_only(store_path, meta, make_rows, make_
     with StoreWriter.open(store_path, meta) as writer:
         writer.append(make_rows(4))
         status = (store_path / "shards" / "0001-00000.safetensors").stat()
-        assert status.st_size > 0.9 * 2**30
+        assert status.st_size > 0.9 * 2**27
         assert status.st_blocks * 512 < 2**20
+
+
+def test_an_append_writes_into_its_shards_at_the_same_time(store_path, meta, make_rows, monkeypatch) -> None:
+    """One after the other, the first would wait for the second until the barrier breaks."""
+    rows, write, together = make_rows(6), os.pwrite, threading.Barrier(2, timeout=20)
+
+    def wait_for_the_other(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) == 3 * meta.row_bytes:
+            together.wait()
+        return write(fd, data, offset)
+
+    with StoreWriter.open(store_path, meta, rows_per_shard=3) as writer:
+        monkeypatch.setattr(os, "pwrite", wait_for_the_other)
+        writer.append(rows)
+        monkeypatch.undo()
+        assert torch.equal(writer.read_rows(0, 6), rows)
+
+
+def test_shards_that_no_commit_closes_are_closed_all_the_same(
+    store_path, meta, make_rows, make_record, open_shards, monkeypatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MOST_OPEN", 10)
+    rows = make_rows(50)
+    with StoreWriter.open(store_path, meta, rows_per_shard=1) as writer:
+        for number in range(50):
+            writer.append(rows[number : number + 1])
+            assert open_shards() <= 12
+        writer.commit([make_record("a", range(50))])
+    assert torch.equal(Store.open(store_path)[0].hidden_states, rows)
+
+
+def test_a_reader_maps_a_limited_number_of_shards(store_path, meta, make_rows, make_record, monkeypatch) -> None:
+    """A process may hold 65,530 maps unless it is told otherwise."""
+    monkeypatch.setattr(reader, "MOST_MAPS", 3)
+    rows = make_rows(20)
+    with StoreWriter.open(store_path, meta, rows_per_shard=2) as writer:
+        writer.append(rows)
+        writer.commit([make_record(str(number), range(number, number + 1)) for number in range(20)])
+    with Store.open(store_path) as store:
+        kept = [record.hidden_states for record in store]
+        maps = Path("/proc/self/maps").read_text().count(f"{store_path}/shards/")
+        assert torch.equal(torch.cat(kept), rows)
+        assert maps == 10
+        del kept
+        gc.collect()
+        assert Path("/proc/self/maps").read_text().count(f"{store_path}/shards/") == 3
 
 
 def test_long_logs_keep_few_files_open(store_path, meta, make_rows, make_record, open_shards) -> None:
