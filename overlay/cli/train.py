@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from the target's last layer and head (default: target)",
     )
 
+    draft.add_argument(
+        "--freeze-head",
+        action="store_true",
+        help="leave the draft's output head as it starts, with --init target the target's (default: train it)",
+    )
+
     loop = parser.add_argument_group("the training")
     loop.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the data (default: 3)")
     loop.add_argument(
@@ -73,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-clip", type=float, default=1.0, metavar="X", help="largest gradient norm (default: 1.0)"
     )
     loop.add_argument(
-        "--batch-tokens", type=positive, default=2048, metavar="N", help="tokens in a batch (default: 2048)"
+        "--batch-tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="tokens in a batch, over all ranks (default: 2048)",
     )
     loop.add_argument(
         "--max-length", type=positive, default=4096, metavar="N", help="longer records are cut (default: 4096)"
@@ -112,6 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_overlay.eagle3.ranks import join_ranks
     from vllm_overlay.eagle3.training import Settings, train
 
     settings = Settings(
@@ -120,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         hidden_size=args.hidden_size,
         norm_before_residual=args.norm_before_residual,
         init=args.init,
+        train_head=not args.freeze_head,
         ttt_steps=args.ttt_steps,
         step_weight=args.step_weight,
         epochs=args.epochs,
@@ -135,9 +147,12 @@ def run(args: argparse.Namespace) -> int:
         checkpoint_every=args.checkpoint_every,
         dtype=args.dtype,
     )
-    result = train(
-        args.stores, args.model, args.output, settings, device=args.device, self_test=args.self_test, resume=args.resume
-    )
+    with join_ranks(args.device) as ranks:
+        result = train(
+            args.stores, args.model, args.output, settings, ranks=ranks, self_test=args.self_test, resume=args.resume
+        )
+    if not ranks.is_first:
+        return 0
     print(f"{result.run}: {result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")
     if result.held_out_accuracy is not None:
         print(

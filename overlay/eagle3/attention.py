@@ -77,7 +77,8 @@ def attend(
         tail = [
             (query * key_of_step[mine].transpose(0, 1)[:, :, None]).sum(-1, keepdim=True) for key_of_step in tail_keys
         ]
-        weights = torch.cat([scores, *tail], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
+        weights = torch.cat([scores, *tail], dim=-1).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights.to(value.dtype)
 
         prefix_weights = weights[..., : len(tokens)]
         output = (prefix_weights.flatten(1, 2) @ value).view(*shape, head_dim)  # [kv_heads, rows, group, head_dim]
@@ -91,8 +92,9 @@ def attend(
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary embedding (Su et al. 2021) of [rows, heads, head_dim] at positions int64 [rows], halves as in Llama."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None].float() * frequencies  # [rows, half]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angles = positions[:, None] * frequencies  # [rows, half]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second = x[..., :half].float(), x[..., half:].float()
+    first, second = x[..., :half].to(dtype), x[..., half:].to(dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

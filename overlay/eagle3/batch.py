@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_overlay.eagle3.attention import Span, make_spans
+from vllm_overlay.eagle3.target import widen
+
+TARGETS_PER_CHUNK = 1024  # bounds the logits held at once to [1024, draft_vocab]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class Document:
     features: torch.Tensor
     final_states: torch.Tensor
     loss_mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of a batch's `final_states`, and for each step the slice of `scored` that is scored against them."""
+
+    targets: slice
+    rows: list[slice]
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class Batch:
     final_states: (
         torch.Tensor
     )  # [targets, target_hidden] float32: the states at every masked token that some row predicts
+    chunks: list[Chunk]
 
     @property
     def num_tokens(self) -> int:
@@ -70,8 +82,10 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
     is_target = loss_mask & (token_numbers > start_of_token)
     target_number = is_target.cumsum(0) - 1
     scored = [count[rows].nonzero()[:, 0] for count in counts]
-    features = torch.cat([document.features for document in documents]).to(device, torch.float32)
-    final_states = torch.cat([document.final_states for document in documents])[is_target].to(device, torch.float32)
+    scored_targets = [target_number[safe[rows[index]]] for safe, index in zip(clamped, scored, strict=True)]
+    # In two calls: one call would convert on the CPU, and then carry twice the bytes to a GPU.
+    features = widen(torch.cat([document.features for document in documents]).to(device))
+    final_states = widen(torch.cat([document.final_states for document in documents])[is_target].to(device))
     return Batch(
         features=features,
         next_tokens=token_ids[clamped[0]].to(device),
@@ -80,8 +94,20 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
         spans=make_spans(rows, starts.tolist()),
         row_tokens=[token_ids[safe[rows]].to(device) for safe in clamped],
         scored=[index.to(device) for index in scored],
-        scored_targets=[
-            target_number[safe[rows[index]]].to(device) for safe, index in zip(clamped, scored, strict=True)
-        ],
+        scored_targets=[targets.to(device) for targets in scored_targets],
         final_states=final_states,
+        chunks=make_chunks(scored_targets, int(is_target.sum())),
     )
+
+
+def make_chunks(
+    scored_targets: Sequence[torch.Tensor], num_targets: int, targets_per_chunk: int = TARGETS_PER_CHUNK
+) -> list[Chunk]:
+    """Cut the targets; `scored_targets` (for each step int64 [n], on the CPU) ascend, so each chunk's rows are
+    slices."""
+    edges = torch.tensor([*range(0, num_targets, targets_per_chunk), num_targets])
+    cuts = [torch.searchsorted(targets, edges).tolist() for targets in scored_targets]
+    return [
+        Chunk(slice(start, stop), [slice(cut[number], cut[number + 1]) for cut in cuts])
+        for number, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    ]

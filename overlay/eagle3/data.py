@@ -187,3 +187,19 @@ def plan_epoch(entries: Sequence[Entry], batch_tokens: int, seed: int, epoch: in
     shuffled = list(entries)
     random.Random(f"{seed}/{epoch}").shuffle(shuffled)
     return plan_batches(shuffled, batch_tokens)
+
+
+def deal(entries: Sequence[Entry], hands: int) -> list[list[Entry]]:
+    """The records of a batch over `hands` ranks: the longest first, each to the hand with the fewest tokens so far."""
+    dealt: list[list[Entry]] = [[] for _ in range(hands)]
+    filled = [0] * hands
+    for entry in sorted(entries, key=lambda entry: -entry.num_tokens):
+        hand = filled.index(min(filled))
+        dealt[hand].append(entry)
+        filled[hand] += entry.num_tokens
+    return dealt
+
+
+def count_scored(entries: Sequence[Entry], steps: int) -> list[int]:
+    """How many rows each step of test-time training scores: at step s, row p wants the mask at p + 1 + s."""
+    return [sum(int(entry.loss_mask[1 + step :].sum()) for entry in entries) for step in range(steps)]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import embedding, silu
 
 from vllm_overlay.eagle3.attention import Span, attend, rotate
-from vllm_overlay.eagle3.target import rms_norm
+from vllm_overlay.eagle3.target import rms_norm, widen
 
 NUM_FEATURES = 3
 
@@ -148,7 +148,7 @@ class Draft(nn.Module):
         """int64 [n] -> [n, hidden]."""
         if self.config.has_own_embeddings:
             return cast(torch.Tensor, self.embed_tokens(token_ids))
-        return embedding(token_ids, cast(torch.Tensor, self.target_embeddings)).float()
+        return widen(embedding(token_ids, cast(torch.Tensor, self.target_embeddings)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output [rows, hidden] -> logits [rows, draft_vocab]."""
@@ -168,7 +168,7 @@ class Draft(nn.Module):
         one of a document: anything, no row looks at it). positions: int64 [tokens] in the document. rows, spans: see
         `attention`.
         """
-        fused = self.fc(features.flatten(1)).float()  # [tokens, hidden]
+        fused = widen(self.fc(features.flatten(1)))  # [tokens, hidden]
         x, residual = self.midlayer.enter(self.embed(next_tokens), fused)
         keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
         queries = self.midlayer.self_attn.queries(x[rows], positions[rows])

@@ -51,7 +51,7 @@ def draft_config(
 
 def create_draft(config: DraftConfig, target: Target, vocabulary: DraftVocabulary, how: str, seed: int) -> Draft:
     """A new float32 draft on the CPU. `how`: "target" (see `copy_target`) or "random"; random parts follow `seed`."""
-    draft = Draft(config, None if config.has_own_embeddings else target.embed_tokens.float())
+    draft = Draft(config, None if config.has_own_embeddings else target.embed_tokens)
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         if parameter.dim() > 1:

@@ -1,15 +1,20 @@
-"""The loss of test-time training: soft cross-entropy against the target, in the draft vocabulary, at every step."""
+"""The loss of test-time training: soft cross-entropy against the target, in the draft vocabulary, at every step.
+
+Logits are made and used in chunks, so that [targets, vocabulary] never exists for a whole batch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import linear
 
 from vllm_overlay.eagle3.batch import Batch
 from vllm_overlay.eagle3.draft import Draft
-from vllm_overlay.eagle3.target import rms_norm
+from vllm_overlay.eagle3.target import rms_norm, widen
 
 
 @dataclass(frozen=True)
@@ -24,19 +29,46 @@ class TargetHead:
     head: torch.Tensor
 
     @torch.no_grad()
-    def probabilities(self, final_states: torch.Tensor) -> torch.Tensor:
+    def log_probabilities(self, final_states: torch.Tensor) -> torch.Tensor:
         """States before the final norm `[n, target_hidden]` -> float32 `[n, draft_vocab]`; the norm is applied once."""
-        logits = torch.nn.functional.linear(rms_norm(final_states, self.norm, self.eps), self.head)
-        return logits.softmax(-1, dtype=torch.float32)
+        return widen(linear(rms_norm(final_states, self.norm, self.eps), self.head)).log_softmax(-1)
 
 
 @dataclass(frozen=True)
-class StepScores:
-    """One step of test-time training over a batch: sums over the scored rows, still on the device."""
+class Scores:
+    """A batch's sums over the scored rows of each step, on the device; only `weighted` has a gradient.
 
-    loss: torch.Tensor  # scalar, nats
-    agreed: torch.Tensor  # int64 scalar: rows whose argmax is the target's, both within the draft vocabulary
-    count: int
+    weighted: scalar, the cross-entropies with each step's weight. cross_entropy, kl: [steps], nats; they differ by the
+    target's entropy, a constant. agreed: [steps], rows whose argmax is the target's, both within the draft vocabulary.
+    """
+
+    weighted: torch.Tensor
+    cross_entropy: torch.Tensor
+    kl: torch.Tensor
+    agreed: torch.Tensor
+
+
+class Objective(nn.Module):
+    """The draft beside the target's head: one forward a batch, all steps in it, which is what FSDP gathers the draft
+    for."""
+
+    def __init__(self, draft: Draft, head: TargetHead, steps: int) -> None:
+        super().__init__()
+        self.draft = draft
+        self.head = head
+        self.steps = steps
+
+    def forward(self, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The fields of `Scores`, as a tuple because FSDP looks for tensors there. weights: [steps]."""
+        outputs = unroll(self.draft, batch, self.steps)
+        normed = [self.draft.norm(hidden[rows]) for hidden, rows in zip(outputs, batch.scored, strict=True)]
+        return cast(
+            tuple[torch.Tensor, ...],
+            ScoreRows.apply(self.draft.lm_head.weight, weights, self.head, batch, *normed),  # type: ignore[no-untyped-call]
+        )
+
+    def score(self, batch: Batch, weights: torch.Tensor) -> Scores:
+        return Scores(*self(batch, weights))
 
 
 def unroll(draft: Draft, batch: Batch, steps: int) -> list[torch.Tensor]:
@@ -50,22 +82,49 @@ def unroll(draft: Draft, batch: Batch, steps: int) -> list[torch.Tensor]:
     return outputs
 
 
-def score_steps(draft: Draft, head: TargetHead, batch: Batch, steps: int) -> list[StepScores]:
-    """Forward of all steps. The loss is the forward KL up to the target's entropy, a constant (EAGLE-3; TorchSpec)."""
-    probabilities = head.probabilities(batch.final_states)  # [targets, draft_vocab]
-    choices = probabilities.argmax(-1)
-    scores = []
-    for step, hidden in enumerate(unroll(draft, batch, steps)):
-        logits = draft.logits(hidden[batch.scored[step]]).float()  # [scored, draft_vocab]
-        index = batch.scored_targets[step]
-        loss = cross_entropy(logits, probabilities[index], reduction="sum")
-        agreed = (logits.detach().argmax(-1) == choices[index]).sum()
-        scores.append(StepScores(loss, agreed, len(index)))
-    return scores
+class ScoreRows(torch.autograd.Function):
+    """Normed rows to `Scores`, a chunk of targets at a time; the gradients are made on the way.
 
+    With p the target's probabilities and q the draft's, the gradient of the cross-entropy in a row's logits is q - p,
+    so a chunk's logits are done with once its part of the gradients is added up: nothing of [rows, draft_vocab] is kept
+    for the backward pass, and nothing computed twice. (The fused linear cross-entropy of Liger Kernel, Hsu et al. 2024,
+    with soft targets.) The loss is the forward KL up to the target's entropy (EAGLE-3; TorchSpec).
+    """
 
-def combine(scores: list[StepScores], step_weight: float) -> torch.Tensor:
-    """The scalar to minimise: the mean over each step's scored rows, weighted by step_weight ** step. Zero without
-    rows."""
-    weighted = [step_weight**step * score.loss / max(score.count, 1) for step, score in enumerate(scores)]
-    return torch.stack(weighted).sum()
+    @staticmethod
+    def forward(
+        ctx: Any, lm_head: torch.Tensor, weights: torch.Tensor, head: TargetHead, batch: Batch, *normed: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """lm_head: [draft_vocab, hidden]. weights: [steps]. normed: for each step [scored rows, hidden]."""
+        cross_entropy, kl, agreed = (torch.zeros_like(weights) for _ in range(3))
+        learns = any(ctx.needs_input_grad[4:])
+        gradients = [torch.zeros_like(rows) for rows in normed] if learns else []
+        lm_head_gradient = torch.zeros_like(lm_head) if learns and ctx.needs_input_grad[0] else None
+        for chunk in batch.chunks:
+            target = head.log_probabilities(batch.final_states[chunk.targets])  # [chunk, draft_vocab]
+            choices = target.argmax(-1)
+            for step, mine in enumerate(chunk.rows):
+                rows = normed[step][mine]  # [n, hidden]
+                index = batch.scored_targets[step][mine] - chunk.targets.start
+                log_p = target[index]  # [n, draft_vocab]
+                p = log_p.exp()
+                logits = linear(rows, lm_head)
+                log_q = widen(logits).log_softmax(-1)
+                cross_entropy[step] -= (p * log_q).sum()
+                kl[step] += (p * (log_p - log_q)).sum()
+                agreed[step] += (logits.argmax(-1) == choices[index]).sum()
+                if not learns:
+                    continue
+                pull = ((log_q.exp() - p) * weights[step]).to(logits.dtype)
+                gradients[step][mine] = pull @ lm_head
+                if lm_head_gradient is not None:
+                    lm_head_gradient += pull.T @ rows
+        ctx.save_for_backward(lm_head_gradient, *gradients)
+        ctx.mark_non_differentiable(cross_entropy, kl, agreed)
+        return (weights * cross_entropy).sum(), cross_entropy, kl, agreed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        lm_head_gradient, *gradients = ctx.saved_tensors
+        scaled = None if lm_head_gradient is None else lm_head_gradient * gradient
+        return scaled, None, None, None, *(part * gradient for part in gradients)

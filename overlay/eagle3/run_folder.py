@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_overlay.eagle3.ranks import spread_like
 from vllm_overlay.errors import OverlayError
 
 KEEP_LAST = 2
@@ -40,6 +41,15 @@ class Progress:
     tokens: int = 0
     best_step: int = 0
     best_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds: whole tensors by their names, on any device, and where the run stands."""
+
+    draft: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    progress: Progress
 
 
 class RunFolder:
@@ -91,14 +101,14 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def save_checkpoint(self, draft: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save_checkpoint(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, move the pointers, then drop what is neither best, nor of the last two, nor the
         untrained one."""
-        folder = self.path / "checkpoints"
+        folder, progress = self.path / "checkpoints", snapshot.progress
         folder.mkdir(exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
-        save_file(draft.state_dict(), str(temporary / "draft.safetensors"))
-        save_file(optimizer_tensors(draft, optimizer), str(temporary / "optimizer.safetensors"))
+        save_file(snapshot.draft, str(temporary / "draft.safetensors"))
+        save_file(snapshot.optimizer, str(temporary / "optimizer.safetensors"))
         (temporary / "state.json").write_text(json.dumps(asdict(progress), indent=2) + "\n")
         temporary.chmod(0o755)  # mkdtemp makes folders that others cannot read
         _sync(temporary / "draft.safetensors", temporary / "optimizer.safetensors", temporary / "state.json")
@@ -116,9 +126,11 @@ class RunFolder:
         write_text(self.path / "last", json.dumps({"step": progress.step}) + "\n")
 
     def load_checkpoint(self, draft: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        """Restore the checkpoint that `last` names."""
+        """Restore the checkpoint that `last` names, into shards where the draft is sharded."""
         folder = self.checkpoint(self.pointer("last"))
-        draft.load_state_dict(load_file(str(folder / "draft.safetensors")))
+        parameters = dict(draft.named_parameters())
+        weights = load_file(str(folder / "draft.safetensors"))
+        draft.load_state_dict({name: spread_like(tensor, parameters[name]) for name, tensor in weights.items()})
         restore_optimizer(draft, optimizer, load_file(str(folder / "optimizer.safetensors")))
         return Progress(**json.loads((folder / "state.json").read_text()))
 
@@ -165,11 +177,14 @@ def optimizer_tensors(draft: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def restore_optimizer(
     draft: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """The inverse of `optimizer_tensors`, on the device of the parameters."""
+    """The inverse of `optimizer_tensors`, on the device and in the shards of the parameters; the count of steps is on
+    every rank."""
     parameters = dict(draft.named_parameters())
     for key, tensor in tensors.items():
         name, fact = key.rsplit("/", 1)
-        optimizer.state[parameters[name]][fact] = tensor.to(parameters[name].device)
+        parameter = parameters[name]
+        restored = tensor.to(parameter.device) if fact == "step" else spread_like(tensor, parameter)
+        optimizer.state[parameter][fact] = restored
 
 
 def _sync(*paths: Path) -> None:

@@ -93,6 +93,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """16 bits to float32; float32 and float64 as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def load_target(path: str | Path) -> Target:
     """Read config, final norm, head and embeddings of a local checkpoint folder (one file or an index, tied or untied).
 

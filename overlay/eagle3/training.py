@@ -9,22 +9,26 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import accumulate, islice
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from vllm_overlay.eagle3.batch import pack
+from vllm_overlay.eagle3.batch import Batch, pack
 from vllm_overlay.eagle3.curve import plot_curve
-from vllm_overlay.eagle3.data import Corpus, Entry, open_corpus, plan_batches, plan_epoch, split
+from vllm_overlay.eagle3.data import Corpus, Entry, count_scored, deal, open_corpus, plan_batches, plan_epoch, split
 from vllm_overlay.eagle3.draft import Draft
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
-from vllm_overlay.eagle3.loss import StepScores, TargetHead, combine, score_steps
-from vllm_overlay.eagle3.run_folder import Progress, RunFolder, require_free
+from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead
+from vllm_overlay.eagle3.ranks import Ranks, alone, whole
+from vllm_overlay.eagle3.run_folder import Progress, RunFolder, Snapshot, optimizer_tensors, require_free
 from vllm_overlay.eagle3.selftest import CAUSES, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
@@ -33,6 +37,7 @@ from vllm_overlay.fingerprint import fingerprint_model
 
 DEFAULT_DRAFT_VOCABULARY = 32768
 BETAS = (0.9, 0.95)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Settings:
     hidden_size: int | None = None
     norm_before_residual: bool = False
     init: str = "target"
+    train_head: bool = True
     ttt_steps: int = 3
     step_weight: float = 0.8
     epochs: int = 3
@@ -79,21 +85,22 @@ def train(
     run: str | Path,
     settings: Settings,
     *,
-    device: str = "auto",
+    ranks: Ranks | None = None,
     self_test: str = "warn",
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> Result:
     """Train a draft for `model` (a local checkpoint folder) from `stores` into the folder `run`.
 
-    self_test: "strict" (refuse), "warn" or "off". Raises OverlayError for everything a user can put right.
+    ranks: of `join_ranks`, all of which call this with the same arguments and see the same files; None is this process
+    alone. self_test: "strict" (refuse), "warn" or "off". Raises OverlayError for everything a user can put right.
     """
-    run = Path(run)
+    run, ranks = Path(run), ranks or alone()
+    say = say if ranks.is_first else _say_nothing
     if resume:
         RunFolder.open(run)
     else:
         require_free(run)
-    place = choose_device(device)
     target = load_target(model)
     corpus = open_corpus(stores, settings.features, settings.max_length)
     try:
@@ -103,11 +110,12 @@ def train(
             ((entry.token_ids, entry.loss_mask) for entry in training), target.config.vocab_size
         )
         _say_other_weights(say, corpus, target)
-        settings = _settle(settings, corpus, target, training, place)
+        settings = _settle(settings, corpus, target, training, ranks.device)
         size = settings.draft_vocab_size or target.config.vocab_size
         vocabulary = choose_vocabulary(counted, present, size, target.config.special_token_ids)
         _say_data(say, corpus, training, held_out, counted, vocabulary)
-        _run_self_test(say, corpus, target, place, self_test)
+        if ranks.is_first:
+            _run_self_test(say, corpus, target, ranks.device, self_test)
 
         shape = draft_config(
             target.config,
@@ -116,26 +124,53 @@ def train(
             hidden_size=settings.hidden_size,
             norm_before_residual=settings.norm_before_residual,
         )
-        draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(place)
-        facts = _describe_run(settings, stores, corpus, target, draft, place)
-        trainer = Trainer(draft, target, vocabulary, corpus, training, held_out, settings, place)
+        draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(ranks.device)
+        facts = _describe_run(settings, stores, corpus, target, draft, ranks)
+        trainer = Trainer(draft, target, vocabulary, corpus, training, held_out, settings, ranks)
+        folder = RunFolder(run)
         if resume:
-            folder = RunFolder.open(run)
             _require_same_run(folder, facts)
             progress = folder.load_checkpoint(draft, trainer.optimizer)
-            folder.rewind(progress)
             say(f"resuming {run} at step {progress.step} of {settings.steps}")
+            if ranks.is_first:
+                folder.rewind(progress)
+        elif ranks.is_first:
+            progress = _create_run(run, facts, vocabulary, trainer)
         else:
-            folder, progress = _create_run(run, facts, vocabulary, trainer)
+            progress = trainer.keep(folder, Progress())
+        ranks.wait()
         trainer.run_from(folder, progress)
-        plot_curve(folder.metrics, folder.path / "curve.png")
+        if ranks.is_first:
+            plot_curve(folder.metrics, folder.path / "curve.png")
         return _summarise(folder)
     finally:
         corpus.close()
 
 
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a global batch. Where there are fewer records than ranks, it computes the first record again,
+    because every rank takes part in every exchange, and nothing of it counts."""
+
+    entries: list[Entry]  # of the whole global batch
+    counts: list[int]  # rows scored at each step, in the whole global batch
+    batch: Batch
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step whose figures may still be on their way from the device."""
+
+    step: int
+    share: Share
+    rate: float
+    norm: torch.Tensor
+    sums: torch.Tensor  # [3, steps], see `Trainer.sums`
+
+
 class Trainer:
-    """The loop and what it needs on the device."""
+    """The loop and what it needs on the device; the same calls in the same order on every rank."""
 
     def __init__(
         self,
@@ -146,19 +181,24 @@ class Trainer:
         training: list[Entry],
         held_out: list[Entry],
         settings: Settings,
-        device: torch.device,
+        ranks: Ranks,
     ) -> None:
-        self.draft, self.corpus, self.settings, self.device = draft, corpus, settings, device
+        self.draft, self.corpus, self.settings, self.ranks = draft, corpus, settings, ranks
         self.training = training
         self.held_out = plan_batches(held_out, settings.batch_tokens)
-        self.head = TargetHead(
-            target.final_norm.to(device, torch.float32),
+        head = TargetHead(
+            target.final_norm.to(ranks.device, torch.float32),
             target.config.rms_norm_eps,
-            target.lm_head[vocabulary.ids].to(device, torch.float32),
+            target.lm_head[vocabulary.ids].to(ranks.device, torch.float32),
         )
+        draft.lm_head.requires_grad_(settings.train_head)
+        self.objective = Objective(draft, head, settings.ttt_steps)
+        ranks.shard(self.objective)
+        self.parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            draft.parameters(), lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay, fused=True
+            self.parameters, lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay, fused=True
         )
+        self.step_weights = [settings.step_weight**step for step in range(settings.ttt_steps)]
 
     @property
     def total_steps(self) -> int:
@@ -166,25 +206,40 @@ class Trainer:
         return self.settings.steps
 
     def run_from(self, folder: RunFolder, progress: Progress) -> None:
-        """Train to the last step, with a checkpoint at every `checkpoint_every` steps and at the end."""
-        bar = tqdm(total=self.total_steps, initial=progress.step, unit="step", dynamic_ncols=True, desc="train")
-        for epoch, index, entries in self.batches(progress):
-            if progress.step >= self.total_steps:
-                break
-            line = self.take_step(progress.step + 1, entries)
-            folder.append_metrics(line)
+        """Train to the last step, with a checkpoint at every `checkpoint_every` steps and at the end.
+
+        A step's figures are read once the next step is under way, so that a GPU never waits for this loop; before a
+        checkpoint all are read.
+        """
+        bar = tqdm(
+            total=self.total_steps, initial=progress.step, unit="step", dynamic_ncols=True, desc="train",
+            disable=not self.ranks.is_first,
+        )  # fmt: skip
+        pending: Taken | None = None
+        clock = time.perf_counter()
+        plan = islice(self.plan(progress), self.total_steps - progress.step)
+        for (epoch, index, _), share in load_ahead(plan, lambda item: self.load(item[2])):
+            taken = self.take_step(progress.step + 1, share)
             progress = replace(
-                progress, step=progress.step + 1, epoch=epoch, batch=index + 1, tokens=progress.tokens + line["tokens"]
+                progress,
+                step=taken.step,
+                epoch=epoch,
+                batch=index + 1,
+                tokens=progress.tokens + _num_tokens(share.entries),
             )
-            bar.update()
-            speed = line["tokens"] / line["seconds"]
-            bar.set_postfix_str(f"loss {line['loss']:.3f}, first {line['accuracy'][0]:.1%}, {speed:.0f} tokens/s")
-            if progress.step % self.settings.checkpoint_every == 0 or progress.step == self.total_steps:
+            due = progress.step % self.settings.checkpoint_every == 0 or progress.step == self.total_steps
+            for done in (pending, taken if due else None):
+                if done is not None:
+                    clock = self.record(folder, done, clock, bar)
+            pending = None if due else taken
+            if due:
                 progress = self.keep(folder, progress)
+                clock = time.perf_counter()
         bar.close()
 
-    def batches(self, progress: Progress) -> Iterator[tuple[int, int, list[Entry]]]:
-        """(epoch, number in the epoch, records), from where `progress` stands, for ever."""
+    def plan(self, progress: Progress) -> Iterator[tuple[int, int, list[Entry]]]:
+        """(epoch, number in the epoch, records of the global batch), from where `progress` stands, for ever; the same
+        for any number of ranks."""
         epoch, first = progress.epoch, progress.batch
         while True:
             batches = plan_epoch(self.training, self.settings.batch_tokens, self.settings.seed, epoch)
@@ -192,55 +247,125 @@ class Trainer:
                 yield epoch, index, batches[index]
             epoch, first = epoch + 1, 0
 
-    def take_step(self, step: int, entries: list[Entry]) -> dict[str, Any]:
-        """One optimiser step; returns its line of metrics.jsonl."""
-        began = time.perf_counter()
+    def load(self, entries: list[Entry]) -> Share:
+        """Read this rank's records of a global batch and pack them onto the device."""
+        mine = deal(entries, self.ranks.size)[self.ranks.number]
+        documents = [self.corpus.document(entry) for entry in mine or entries[:1]]
+        steps = self.settings.ttt_steps
+        return Share(entries, count_scored(entries, steps), pack(documents, steps, self.ranks.device), bool(mine))
+
+    def take_step(self, step: int, share: Share) -> Taken:
+        """One optimiser step on the mean over the global batch's scored rows, without waiting for the device."""
         rate = learning_rate(step, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        scores, tokens = self.forward(entries)
-        loss = combine(scores, self.settings.step_weight)
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.gradient_clip)
-        if not math.isfinite(float(norm)):
-            keys = ", ".join(entry.key for entry in entries)
-            raise OverlayError(f"step {step}: the gradient is not finite; look at the states of these records: {keys}")
+        scores = self.score(share)
+        # FSDP averages the gradients over the ranks, and the mean over all rows is the sum of the ranks' parts.
+        torch.autograd.backward(scores.weighted * (self.ranks.size * share.counted))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.gradient_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {
-            "kind": "train",
-            "step": step,
-            "loss": loss.item(),
-            **_rates([scores]),
-            "lr": rate,
-            "gradient_norm": float(norm),
-            "tokens": tokens,
-            "seconds": time.perf_counter() - began,
-        }
+        return Taken(step, share, rate, whole(norm), self.sums(share, scores))
 
-    def forward(self, entries: list[Entry]) -> tuple[list[StepScores], int]:
-        batch = pack([self.corpus.document(entry) for entry in entries], self.settings.ttt_steps, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-            return score_steps(self.draft, self.head, batch, self.settings.ttt_steps), batch.num_tokens
+    def score(self, share: Share) -> Scores:
+        weights = [weight / max(n, 1) for weight, n in zip(self.step_weights, share.counts, strict=True)]
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+            return self.objective.score(share.batch, torch.tensor(weights, device=self.ranks.device))
+
+    def sums(self, share: Share, scores: Scores) -> torch.Tensor:
+        """Cross-entropy, KL and agreements of each step, summed over the global batch: float64 [3, steps]."""
+        mine = torch.stack([scores.cross_entropy, scores.kl, scores.agreed]).double()
+        return self.ranks.add_up(mine * share.counted)
+
+    def record(self, folder: RunFolder, taken: Taken, since: float, bar: Any) -> float:
+        """Wait for a step's figures and write its line of metrics.jsonl. Returns the time.
+
+        Raises OverlayError: a gradient that is not finite; the weights are spoilt by then, and no checkpoint has them.
+        """
+        norm = float(taken.norm)
+        if not math.isfinite(norm):
+            keys = ", ".join(entry.key for entry in taken.share.entries)
+            raise OverlayError(
+                f"step {taken.step}: the gradient is not finite; look at the states of these records: {keys}"
+            )
+        figures = self.figures(taken.sums, taken.share.counts)
+        now, tokens = time.perf_counter(), _num_tokens(taken.share.entries)
+        line = {"kind": "train", "step": taken.step, **figures, "lr": taken.rate, "gradient_norm": norm}
+        if self.ranks.is_first:
+            folder.append_metrics({**line, "tokens": tokens, "seconds": now - since})
+        bar.update()
+        bar.set_postfix_str(
+            f"loss {figures['loss']:.3f}, first {figures['accuracy'][0]:.1%}, accepts about "
+            f"{estimate_acceptance(figures['accuracy']):.2f}, {tokens / (now - since):.0f} tokens/s"
+        )
+        return now
+
+    def figures(self, sums: torch.Tensor, counts: Sequence[int]) -> dict[str, Any]:
+        """Means over the scored rows of each step; `loss` is what is minimised."""
+        cross_entropy, kl, accuracy = (
+            [value / max(n, 1) for value, n in zip(row, counts, strict=True)] for row in sums.tolist()
+        )
+        loss = sum(weight * value for weight, value in zip(self.step_weights, cross_entropy, strict=True))
+        return {"loss": loss, "loss_per_step": cross_entropy, "kl_per_step": kl, "accuracy": accuracy}
 
     @torch.no_grad()
     def validate(self, step: int) -> dict[str, Any]:
         """The held-out records' line of metrics.jsonl: pooled over all of their rows."""
-        rates = _rates([self.forward(entries)[0] for entries in self.held_out])
-        loss = sum(self.settings.step_weight**step * value for step, value in enumerate(rates["loss_per_step"]))
-        return {"kind": "validation", "step": step, "loss": loss, **rates}
+        sums = torch.zeros(3, self.settings.ttt_steps, dtype=torch.float64, device=self.ranks.device)
+        counts = [0] * self.settings.ttt_steps
+        for _, share in load_ahead(self.held_out, self.load):
+            sums += self.sums(share, self.score(share))
+            counts = [total + n for total, n in zip(counts, share.counts, strict=True)]
+        return {"kind": "validation", "step": step, **self.figures(sums, counts)}
 
     def keep(self, folder: RunFolder, progress: Progress) -> Progress:
-        """Validate, checkpoint, draw. Without held-out records the newest is the best."""
+        """Validate, and write a checkpoint; nobody goes on before it is there. Without held-out records the newest is
+        the best."""
         if self.held_out:
             line = self.validate(progress.step)
-            folder.append_metrics(line)
+            if self.ranks.is_first:
+                folder.append_metrics(line)
             if progress.best_loss is None or line["loss"] < progress.best_loss:
                 progress = replace(progress, best_step=progress.step, best_loss=line["loss"])
         else:
             progress = replace(progress, best_step=progress.step)
-        folder.save_checkpoint(self.draft, self.optimizer, progress)
+        snapshot = self.snapshot(progress)
+        if self.ranks.is_first:
+            folder.save_checkpoint(snapshot)
+        self.ranks.wait()
         return progress
+
+    def snapshot(self, progress: Progress) -> Snapshot:
+        """The state as the first rank writes it; every rank must call."""
+        weights, moments = self.draft.state_dict(), optimizer_tensors(self.draft, self.optimizer)
+        return Snapshot(self.put_together(weights), self.put_together(moments), progress)
+
+    def put_together(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whole tensors in the first rank's memory, one after another; none in the others', which drop each at once."""
+        kept = {}
+        for name, tensor in tensors.items():
+            complete = whole(tensor)
+            if self.ranks.is_first:
+                kept[name] = complete.cpu()
+        return kept
+
+
+def load_ahead(items: Iterable[Item], load: Callable[[Item], Share]) -> Iterator[tuple[Item, Share]]:
+    """Each item and its share; the next one is read in a thread while the caller works on one."""
+    with ThreadPoolExecutor(1) as pool:
+        coming: tuple[Item, Future[Share]] | None = None
+        for item in items:
+            following = item, pool.submit(load, item)
+            if coming is not None:
+                yield coming[0], coming[1].result()
+            coming = following
+        if coming is not None:
+            yield coming[0], coming[1].result()
+
+
+def estimate_acceptance(accuracy: Sequence[float]) -> float:
+    """Tokens that a check would give: 1, and each position's share of the checks that get that far."""
+    return 1 + math.fsum(accumulate(accuracy, mul))
 
 
 def learning_rate(step: int, settings: Settings) -> float:
@@ -252,25 +377,8 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (settings.steps - warmup + 1)))
 
 
-def choose_device(name: str) -> torch.device:
-    """ "auto": a GPU where there is one. Raises OverlayError: a name torch does not know, or no GPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise OverlayError(f"--device {name}: give auto, cpu, cuda or cuda:NUMBER")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise OverlayError(f"--device {name}: torch sees no GPU here; use --device cpu")
-    return torch.device(name)
-
-
-def _rates(batches: list[list[StepScores]]) -> dict[str, list[float]]:
-    """Loss and accuracy of each test-time-training step, pooled over batches."""
-    by_step = list(zip(*batches, strict=True))
-    counts = [max(sum(score.count for score in scores), 1) for scores in by_step]
-    return {
-        "loss_per_step": [sum(s.loss.item() for s in scores) / n for scores, n in zip(by_step, counts, strict=True)],
-        "accuracy": [sum(int(s.agreed) for s in scores) / n for scores, n in zip(by_step, counts, strict=True)],
-    }
+def _num_tokens(entries: Iterable[Entry]) -> int:
+    return sum(entry.num_tokens for entry in entries)
 
 
 def _settle(
@@ -288,6 +396,10 @@ def _settle(
         steps=steps,
         dtype=("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype,
     )
+
+
+def _say_nothing(line: str) -> None:
+    """What the other ranks say."""
 
 
 def _require_same_model(corpus: Corpus, target: Target) -> None:
@@ -341,7 +453,7 @@ def _run_self_test(say: Callable[[str], None], corpus: Corpus, target: Target, d
 
 
 def _describe_run(
-    settings: Settings, stores: Sequence[str | Path], corpus: Corpus, target: Target, draft: Draft, device: torch.device
+    settings: Settings, stores: Sequence[str | Path], corpus: Corpus, target: Target, draft: Draft, ranks: Ranks
 ) -> dict[str, Any]:
     """RUN/config.json. `settings` and `data` must not change on resume."""
     return {
@@ -372,7 +484,8 @@ def _describe_run(
             "vllm_overlay": _version("vllm-overlay"),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": str(device),
+            "device": ranks.device.type,
+            "ranks": ranks.size,
         },
     }
 
@@ -396,9 +509,7 @@ def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
                 )
 
 
-def _create_run(
-    run: Path, facts: dict[str, Any], vocabulary: DraftVocabulary, trainer: Trainer
-) -> tuple[RunFolder, Progress]:
+def _create_run(run: Path, facts: dict[str, Any], vocabulary: DraftVocabulary, trainer: Trainer) -> Progress:
     """The folder appears whole, with the untrained draft as its first checkpoint."""
     run.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{run.name}-", dir=run.parent))
@@ -412,7 +523,7 @@ def _create_run(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return RunFolder(run), progress
+    return progress
 
 
 def _summarise(folder: RunFolder) -> Result:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from vllm_overlay.eagle3.attention import make_spans
-from vllm_overlay.eagle3.batch import Document, pack
+from vllm_overlay.eagle3.batch import Document, make_chunks, pack
 from vllm_overlay.eagle3.draft import Draft, DraftConfig
-from vllm_overlay.eagle3.loss import TargetHead, combine, score_steps, unroll
+from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, unroll
 
 CPU = torch.device("cpu")
 
@@ -182,35 +184,63 @@ def test_the_mask_ends_with_its_document() -> None:
 def test_a_batch_without_a_scored_row_is_zero() -> None:
     draft = make_draft()
     batch = pack([make_document(6, masked=[])], 3, CPU)
-    loss = combine(score_steps(draft, make_head(), batch, 3), 0.8)
-    loss.backward()
-    assert loss.item() == 0
+    scores = Objective(draft, make_head(), 3).score(batch, torch.tensor([0.5, 0.3, 0.2]))
+    scores.weighted.backward()
+    assert scores.weighted.item() == 0 and scores.cross_entropy.tolist() == [0, 0, 0]
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
 
-def test_the_loss_is_soft_cross_entropy_and_its_gradients_are_finite() -> None:
-    draft, head = make_draft(), make_head()
-    document = make_document(10, masked=[3, 4, 7])
-    batch = pack([document], 3, CPU)
-    scores = score_steps(draft, head, batch, 3)
-    outputs = unroll(draft, batch, 3)
-    for step, score in enumerate(scores):
-        expected = 0.0
-        for position in (3, 4, 7):
+def score_plainly(draft: Draft, head: TargetHead, document: Document, weights: torch.Tensor) -> Scores:
+    """The whole objective written out, position by position, for autograd."""
+    batch = pack([document], len(weights), CPU)
+    outputs = unroll(draft, batch, len(weights))
+    cross_entropy, kl, agreed = (torch.zeros(3, dtype=weights.dtype) for _ in range(3))
+    for step in range(len(weights)):
+        for position in document.loss_mask.nonzero()[:, 0].tolist():
             row = position - 1 - step
             if row < 0:
                 continue
             hidden = outputs[step][batch.rows.tolist().index(row)]
             state = document.final_states[position]
-            target = (head.head @ (state / (state.square().mean() + 1e-5).sqrt())).softmax(0)
-            expected -= float((target * draft.logits(hidden[None])[0].detach().log_softmax(0)).sum())
-        assert score.loss.item() == pytest.approx(expected, rel=1e-5)
-    assert [score.count for score in scores] == [3, 3, 3]
-    loss = combine(scores, 0.8)
-    assert loss.item() == pytest.approx(sum(0.8**s * score.loss.item() / 3 for s, score in enumerate(scores)))
-    loss.backward()
-    gradients = [parameter.grad for parameter in draft.parameters()]
-    assert all(gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in gradients)
+            target = (head.head @ (state / (state.square().mean() + head.eps).sqrt() * head.norm)).softmax(0)
+            logits = draft.logits(hidden)
+            cross_entropy[step] = cross_entropy[step] - (target * logits.log_softmax(0)).sum()
+            kl[step] += (target * (target.log() - logits.log_softmax(0))).sum().detach()
+            agreed[step] += bool(logits.argmax() == target.argmax())
+    return Scores((weights * cross_entropy).sum(), cross_entropy, kl, agreed)
+
+
+@pytest.mark.parametrize("targets_per_chunk", [2, 1024])
+@pytest.mark.parametrize("train_head", [True, False])
+def test_the_loss_and_its_gradients_are_those_of_the_formula(
+    targets_per_chunk: int, train_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, in one chunk and in several: figures and every parameter's gradient to 1e-12."""
+    monkeypatch.setattr(
+        "vllm_overlay.eagle3.batch.make_chunks", partial(make_chunks, targets_per_chunk=targets_per_chunk)
+    )
+    head = TargetHead(torch.rand(32).double() + 0.5, 1e-5, make_head().head.double())
+    document = make_document(10, masked=[1, 3, 4, 7, 9])
+    document = Document(
+        document.token_ids, document.features.double(), document.final_states.double(), document.loss_mask
+    )
+    weights = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    draft = make_draft().double()
+    draft.lm_head.requires_grad_(train_head)
+    expected = score_plainly(draft, head, document, weights)
+    batch = pack([document], 3, CPU)
+    assert len(batch.chunks) == (3 if targets_per_chunk == 2 else 1)
+    scores = Objective(draft, head, 3).score(batch, weights)
+    for name in ("weighted", "cross_entropy", "kl", "agreed"):
+        torch.testing.assert_close(getattr(scores, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
+
+    parameters = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    assert ("lm_head.weight" in parameters) is train_head
+    wanted = torch.autograd.grad(expected.weighted, list(parameters.values()))
+    found = torch.autograd.grad(scores.weighted, list(parameters.values()))
+    for name, one, other in zip(parameters, found, wanted, strict=True):
+        assert other.any(), name
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_the_targets_embeddings_are_not_trained_and_not_saved() -> None:

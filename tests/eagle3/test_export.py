@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from vllm_overlay.eagle3.acceptance import load_draft
 from vllm_overlay.eagle3.export import export_run
+from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.target import load_target
 from vllm_overlay.eagle3.training import Settings, train
@@ -34,14 +35,14 @@ ALWAYS = LAYER | {"fc.weight", "norm.weight", "lm_head.weight"}
 @pytest.fixture(scope="module")
 def run(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
-    train([store_path], model_folder, path, SETTINGS, device="cpu")
+    train([store_path], model_folder, path, SETTINGS, ranks=alone("cpu"))
     return path
 
 
 @pytest.fixture
 def run_with(store_path: Path, model_folder: Path, tmp_path: Path) -> Callable[..., Path]:
     def make(**changes: object) -> Path:
-        train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=2, **changes), device="cpu")
+        train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=2, **changes), ranks=alone("cpu"))
         return tmp_path / "run"
 
     return make

@@ -34,7 +34,9 @@ def test_the_last_state_gives_the_models_logits(
 
     kept = torch.tensor([3, 5, 9, 77])
     head = TargetHead(target.final_norm, target.config.rms_norm_eps, target.lm_head[kept])
-    torch.testing.assert_close(head.probabilities(states[:, 0]), expected[:, kept].softmax(-1), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        head.log_probabilities(states[:, 0]), expected[:, kept].log_softmax(-1), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_a_layer_is_read_by_its_inner_names(reference: LlamaForCausalLM, model_folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_overlay.eagle3.data import is_held_out, open_corpus, plan_epoch
+from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.selftest import measure_agreement
 from vllm_overlay.eagle3.target import load_target
@@ -36,7 +37,7 @@ SETTINGS = Settings(
 # Trains in a process of its own and kills itself in the middle of step 5, after the line of metrics is half written.
 KILLED = """
 import os, signal, sys
-from vllm_overlay.eagle3 import run_folder, training
+from vllm_overlay.eagle3 import ranks, run_folder, training
 append = run_folder.RunFolder.append_metrics
 def append_and_die(self, line):
     if line["kind"] == "train" and line["step"] == 6:
@@ -46,7 +47,7 @@ def append_and_die(self, line):
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, line)
 run_folder.RunFolder.append_metrics = append_and_die
-training.train([sys.argv[1]], sys.argv[2], sys.argv[3], eval("training." + sys.argv[4]), device="cpu")
+training.train([sys.argv[1]], sys.argv[2], sys.argv[3], eval("training." + sys.argv[4]), ranks=ranks.alone("cpu"))
 """
 
 
@@ -65,7 +66,7 @@ def same_run(one: Path, other: Path) -> None:
 
 def test_a_killed_run_resumes_bit_for_bit(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
     """CASES 30, with SIGKILL and in the middle of an epoch."""
-    train([store_path], model_folder, tmp_path / "whole", SETTINGS, device="cpu")
+    train([store_path], model_folder, tmp_path / "whole", SETTINGS, ranks=alone("cpu"))
     arguments = [str(store_path), str(model_folder), str(tmp_path / "killed"), repr(SETTINGS)]
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -73,7 +74,7 @@ def test_a_killed_run_resumes_bit_for_bit(store_path: Path, model_folder: Path, 
     assert folder.pointer("last") == 4
     assert json.loads((folder.checkpoint(4) / "state.json").read_text())["batch"] > 0
 
-    result = train([store_path], model_folder, tmp_path / "killed", SETTINGS, device="cpu", resume=True)
+    result = train([store_path], model_folder, tmp_path / "killed", SETTINGS, ranks=alone("cpu"), resume=True)
     assert result.steps == 10
     same_run(tmp_path / "whole", tmp_path / "killed")
     steps = [line["step"] for line in folder.metrics if line["kind"] == "train"]
@@ -83,16 +84,16 @@ def test_a_killed_run_resumes_bit_for_bit(store_path: Path, model_folder: Path, 
 
 def test_resuming_a_finished_run_changes_nothing(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=4)
-    train([store_path], model_folder, tmp_path / "run", settings, device="cpu")
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    train([store_path], model_folder, tmp_path / "run", settings, device="cpu", resume=True)
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"), resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("init", ["target", "random"])
 def test_the_loss_falls(store_path: Path, model_folder: Path, tmp_path: Path, init: str) -> None:
     settings = replace(SETTINGS, init=init, steps=60, checkpoint_every=30, learning_rate=5e-3)
-    train([store_path], model_folder, tmp_path / "run", settings, device="cpu")
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
     lines = [line for line in RunFolder.open(tmp_path / "run").metrics if line["kind"] == "train"]
     first, last = (np.mean([line["loss"] for line in part]) for part in (lines[:5], lines[-5:]))
     assert last < 0.9 * first
@@ -100,7 +101,7 @@ def test_the_loss_falls(store_path: Path, model_folder: Path, tmp_path: Path, in
 
 
 def test_the_folder_of_a_run(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
-    train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=8), device="cpu")
+    train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=8), ranks=alone("cpu"))
     folder = RunFolder.open(tmp_path / "run")
     assert {p.name for p in folder.path.iterdir()} == {
         "config.json", "vocabulary.safetensors", "metrics.jsonl", "curve.png", "checkpoints", "last", "best",
@@ -117,7 +118,7 @@ def test_the_folder_of_a_run(store_path: Path, model_folder: Path, tmp_path: Pat
 def test_a_narrow_draft_trains(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
     """CASES 31: hidden 16 for a target of 32."""
     settings = replace(SETTINGS, hidden_size=16, steps=40, checkpoint_every=20, learning_rate=1e-2)
-    train([store_path], model_folder, tmp_path / "run", settings, device="cpu")
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
     folder = RunFolder.open(tmp_path / "run")
     tensors = load_file(str(folder.find_checkpoint("last") / "draft.safetensors"))
     assert tensors["fc.weight"].shape == (16, 96)
@@ -130,15 +131,15 @@ def test_a_run_is_not_overwritten(store_path: Path, model_folder: Path, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "x").touch()
     with pytest.raises(OverlayError, match="is not empty; continue that run with --resume"):
-        train([store_path], model_folder, tmp_path / "run", SETTINGS, device="cpu")
+        train([store_path], model_folder, tmp_path / "run", SETTINGS, ranks=alone("cpu"))
     with pytest.raises(OverlayError, match="no training run here"):
-        train([store_path], model_folder, tmp_path / "run", SETTINGS, device="cpu", resume=True)
+        train([store_path], model_folder, tmp_path / "run", SETTINGS, ranks=alone("cpu"), resume=True)
 
 
 def test_resuming_with_something_else_is_refused(
     make_store: Callable[..., Path], store_path: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), device="cpu")
+    train([store_path], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), ranks=alone("cpu"))
     for change, reason in (
         ({"learning_rate": 1.0}, "settings learning_rate = 0.002, not 1.0"),
         ({"steps": 3}, "settings steps = 2, not 3"),
@@ -146,10 +147,10 @@ def test_resuming_with_something_else_is_refused(
     ):
         settings = replace(SETTINGS, **{"steps": 2, **change})
         with pytest.raises(OverlayError, match=reason):
-            train([store_path], model_folder, tmp_path / "run", settings, device="cpu", resume=True)
+            train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"), resume=True)
     other = make_store(tmp_path / "other", records=11)
     with pytest.raises(OverlayError, match="data digest"):
-        train([other], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), device="cpu", resume=True)
+        train([other], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), ranks=alone("cpu"), resume=True)
 
 
 def test_a_failed_start_leaves_no_folder(
@@ -160,7 +161,7 @@ def test_a_failed_start_leaves_no_folder(
 
     monkeypatch.setattr(RunFolder, "save_checkpoint", fail)
     with pytest.raises(RuntimeError, match="boom"):
-        train([store_path], model_folder, tmp_path / "run", SETTINGS, device="cpu")
+        train([store_path], model_folder, tmp_path / "run", SETTINGS, ranks=alone("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,7 +237,7 @@ def test_the_self_test_sees_shifted_rows(
     shifted = make_store(tmp_path / "shifted", shift=1)
     assert measure_agreement(open_corpus([shifted]), target, torch.device("cpu")).is_suspicious
     said: list[str] = []
-    arguments: dict[str, Any] = {"device": "cpu", "say": said.append}
+    arguments: dict[str, Any] = {"ranks": alone("cpu"), "say": said.append}
     train([shifted], model_folder, tmp_path / "run", replace(SETTINGS, steps=1), **arguments)
     assert any(line.startswith("WARNING: 99% expected; likely causes") for line in said)
     with pytest.raises(OverlayError, match="99% expected; likely causes"):

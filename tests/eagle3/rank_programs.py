@@ -1,0 +1,84 @@
+"""What torchrun starts for `test_ranks`: `python rank_programs.py runs JSON`, or `... failing OPTIONS...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from vllm_overlay.cli import main
+from vllm_overlay.eagle3.data import Corpus
+from vllm_overlay.eagle3.ranks import Ranks, join_ranks
+from vllm_overlay.eagle3.training import Settings, Trainer, train
+from vllm_overlay.errors import OverlayError
+
+
+class Interrupted(Exception):
+    """A run that a test breaks off."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `train`; `stop_after`: the last step that it gets to."""
+
+    store: str
+    model: str
+    run: str
+    settings: dict[str, Any]
+    resume: bool = False
+    stop_after: int | None = None
+
+
+@contextmanager
+def interrupted(stop_after: int | None) -> Iterator[None]:
+    """Every rank breaks off before the same step."""
+    take_step: Callable[..., Any] = Trainer.take_step
+
+    def take_or_stop(self: Trainer, step: int, share: Any) -> Any:
+        if stop_after is not None and step > stop_after:
+            raise Interrupted
+        return take_step(self, step, share)
+
+    with mock.patch.object(Trainer, "take_step", take_or_stop), suppress(Interrupted):
+        yield
+
+
+def do(job: Job, ranks: Ranks) -> None:
+    features = tuple(job.settings["features"])
+    settings = Settings(**{**job.settings, "features": features})
+    with interrupted(job.stop_after):
+        train([job.store], job.model, job.run, settings, ranks=ranks, resume=job.resume)
+
+
+def run_jobs(text: str) -> None:
+    with join_ranks("cpu") as ranks:
+        for facts in json.loads(text):
+            do(Job(**facts), ranks)
+
+
+def fail_on_the_second_rank(options: list[str]) -> int:
+    """The command line, where rank 1 cannot read its fifth record."""
+    read = Corpus.document
+    count = 0
+
+    def read_or_fail(self: Corpus, entry: Any) -> Any:
+        nonlocal count
+        count += 1
+        if os.environ["RANK"] == "1" and count == 5:
+            raise OverlayError("the fifth record cannot be read")
+        return read(self, entry)
+
+    with mock.patch.object(Corpus, "document", read_or_fail):
+        return main(["train", *options])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "runs":
+        run_jobs(sys.argv[2])
+    else:
+        sys.exit(fail_on_the_second_rank(sys.argv[2:]))
