@@ -48,6 +48,7 @@ class Seam(Protocol):
     MODEL_LOADER: str
     MULTIPROC_EXECUTOR: str
     PARALLEL_CONFIG: str
+    PROMETHEUS: str
     RAY_EXECUTOR: str
     REQUEST: str
     SCHEDULER: str

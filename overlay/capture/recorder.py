@@ -75,6 +75,7 @@ class Recorder:
         self._tokens = RowTokens()
         self._ready: list[PendingRecord] = []
         self._committed_at = time.monotonic()
+        self._after_commit: Callable[[], None] = _do_nothing
         self.statistics = Statistics()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread = threading.Thread(target=self._run, name="vllm-overlay-writer", daemon=True)
@@ -115,6 +116,15 @@ class Recorder:
             self._writer.close()
         finally:
             self._raise_error()
+
+    def call_after_commits(self, call: Callable[[], None]) -> None:
+        """From now on the thread calls this after every commit, and twice a second when there is nothing to commit."""
+        self._after_commit = call
+
+    @property
+    def log(self) -> int:
+        """The number of the log that is written."""
+        return self._writer.log
 
     @property
     def backlog(self) -> int:
@@ -192,6 +202,11 @@ class Recorder:
             self._writer.commit(self._ready)
             self._ready = []
         self._committed_at = time.monotonic()
+        self._after_commit()
+
+
+def _do_nothing() -> None:
+    """Nobody wants to be called."""
 
 
 def refuse_bad_rows(

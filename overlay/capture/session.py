@@ -13,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from vllm_overlay.activation import current_ledger, current_settings
+from vllm_overlay.capture.counts import COUNTS, CountsFile
 from vllm_overlay.capture.finished import FinishedRequest, FinishedRequests
 from vllm_overlay.capture.limits import (
     CONTEXT_PARALLEL_SIZES,
@@ -38,8 +39,6 @@ logger = logging.getLogger("vllm_overlay.capture")
 
 # 4 MiB of tokens: below that, nobody looks whether some could be dropped.
 FEWEST_CHUNKS = 16
-
-COUNTS = ("rows", "bytes", "records", "incomplete_records", "live_requests", "backlog", "waits")
 
 
 def open_session(worker: Any) -> CaptureSession | Bystander:
@@ -122,6 +121,9 @@ class CaptureSession:
         self._last_ended = 0  # serial
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
+        counts_file = CountsFile(self._recorder.log)
+        # Last: the writer's thread calls it from here on.
+        self._recorder.call_after_commits(lambda: counts_file.write(self.statistics()))
 
     def install_taps(self, worker: Any) -> None:
         """Tap the model that the worker has built. Errors: TapError."""
@@ -174,16 +176,15 @@ class CaptureSession:
     def statistics(self) -> dict[str, int]:
         """Counts since the session began, as plain numbers."""
         statistics = self._recorder.statistics
-        counts = (
-            statistics.num_rows,
-            statistics.num_bytes,
-            statistics.num_records,
-            statistics.num_incomplete,
-            self._book.num_live if self._book else 0,
-            self._recorder.backlog,
-            self._transfer.num_waits if self._transfer else 0,
-        )
-        return dict(zip(COUNTS, counts, strict=True))
+        return {
+            "rows": statistics.num_rows,
+            "bytes": statistics.num_bytes,
+            "records": statistics.num_records,
+            "incomplete_records": statistics.num_incomplete,
+            "waits": self._transfer.num_waits if self._transfer else 0,
+            "live_requests": self._book.num_live if self._book else 0,
+            "backlog": self._recorder.backlog,
+        }
 
     def close(self, ended: Iterable[tuple[str, int, str, int]]) -> None:
         """Write the records of these last requests (key, tokens, reason, serial), flush and close the store."""

@@ -115,6 +115,11 @@ class StoreWriter:
         return self._log
 
     @property
+    def log(self) -> int:
+        """The number of this writer's log in the store."""
+        return self._log
+
+    @property
     def num_rows(self) -> int:
         """Rows appended so far."""
         return self._rows.rows
