@@ -180,10 +180,14 @@ def environment_name(release: Release, interpreter: Interpreter, wheel: Path) ->
 
 
 def read_requirements(wheel: Path) -> list[str]:
+    """What the wheel requires, with what our extras add."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
-    return metadata.get_all("Requires-Dist") or []
+    other_extras = set(metadata.get_all("Provides-Extra") or []) - set(EXTRAS.split(","))
+    of_other_extras = tuple(f'extra == "{extra}"' for extra in other_extras)
+    required = metadata.get_all("Requires-Dist") or []
+    return [each for each in required if not each.endswith(of_other_extras)]
 
 
 def find_interpreter(release: Release) -> Interpreter:

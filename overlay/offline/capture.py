@@ -68,11 +68,8 @@ def capture_dataset(
     layer_ids = resolve_layer_ids(layers, shape.num_hidden_layers)
     plan = share_out(items, replica.count)
     folder = choose_folder(store, replica, plan)
-    readable = find_readable(store, folder, plan)
-    _check_stores(readable, model, layer_ids)
-    done = find_done(readable, items)
     share = plan.take(items, replica.index)
-    wanted = [item for item in share if item.key not in done]
+    wanted = find_missing(share, find_readable(store, folder, plan), model, layer_ids)
     if replica.count > 1:
         print(
             f"replica {replica} ({replica.source}): {len(share)} of {len(items)} items, {len(wanted)} of them missing; "
@@ -81,7 +78,7 @@ def capture_dataset(
         )
     if not wanted:
         return CaptureSummary(0, len(share), 0, 0, 0.0)
-    _check_disk(store, wanted + _find_unbegun(items, store, replica, plan), shape, len(layer_ids))
+    check_disk(store, wanted + _find_unbegun(items, store, replica, plan), shape, len(layer_ids))
     switch_on(folder, layers)
     if replica.count > 1:
         forget_launcher(os.environ)
@@ -117,6 +114,15 @@ def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
     """A mask as [start, end) pairs of its true runs."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [[int(start), int(end)] for start, end in edges.reshape(-1, 2)]
+
+
+def find_missing(
+    items: Sequence[DatasetItem], stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]
+) -> list[DatasetItem]:
+    """The items that none of the stores holds. Errors: OverlayError when one holds other layers or another model's."""
+    _check_stores(stores, model, layer_ids)
+    done = find_done(stores, items)
+    return [item for item in items if item.key not in done]
 
 
 def find_done(stores: Sequence[Path], items: Sequence[DatasetItem]) -> set[str]:
@@ -164,7 +170,7 @@ def _find_unbegun(items: Sequence[DatasetItem], store: Path, replica: Replica, p
     return [item for other in unbegun for item in plan.take(items, other.index)]
 
 
-def _check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
+def check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:
     folder = next(parent for parent in (store, *store.absolute().parents) if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OverlayError(f"cannot write {store}: {folder} is not a folder that can be written; choose another")
@@ -212,9 +218,9 @@ def _run(
                 capture_group(llm, group)
                 group_tokens = sum(len(item.token_ids) for item in group)
                 limit = int(group_tokens * GROUP_SECONDS / (time.perf_counter() - group_started))
-                bar.set_postfix_str(f"{_count_bytes(llm.collective_rpc('overlay_statistics')) / 1e6:.0f} MB")
+                bar.set_postfix_str(f"{count_bytes(llm.collective_rpc('overlay_statistics')) / 1e6:.0f} MB")
                 bar.update(group_tokens)
-        num_bytes = _count_bytes(llm.collective_rpc("overlay_flush"))
+        num_bytes = count_bytes(llm.collective_rpc("overlay_flush"))
         seconds = time.perf_counter() - started
     finally:
         shut_down(llm)
@@ -222,7 +228,7 @@ def _run(
     return CaptureSummary(len(items), already_there, num_tokens, num_bytes, seconds)
 
 
-def _count_bytes(of_every_rank: Sequence[dict[str, int]]) -> int:
+def count_bytes(of_every_rank: Sequence[dict[str, int]]) -> int:
     return sum(statistics["bytes"] for statistics in of_every_rank)
 
 
