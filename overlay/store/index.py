@@ -186,6 +186,11 @@ class Index:
             blobs += self.execute("SELECT extents FROM parts WHERE log = ? AND record IS NOT NULL", (log,))
         return [unpack_extents(blob) for (blob,) in blobs]
 
+    def read_waiting_extents(self, log: int) -> list[Extents]:
+        """The extents in this log of records that will be when their other parts arrive. Schema version 2 on."""
+        blobs = self.execute("SELECT extents FROM parts WHERE log = ? AND record IS NULL", (log,))
+        return [unpack_extents(blob) for (blob,) in blobs]
+
     def write_shards(self, log: int, shards: Iterable[ShardRows]) -> None:
         self.execute_many(
             "INSERT OR REPLACE INTO shards (log, number, file, first_row, rows) VALUES (?, ?, ?, ?, ?)",

@@ -81,9 +81,13 @@ def _refuse_other_tokens(found: Sequence[tuple[str, bytes]], part: Part) -> None
         )
 
 
-def drop_widowed_parts(execute: Execute) -> None:
-    """Inside a transaction: remove parts of engines that are gone, whose other parts never came, and say how many."""
-    widowed = "record IS NULL AND NOT EXISTS (SELECT 1 FROM logs WHERE logs.session = parts.session AND closed IS NULL)"
+def drop_widowed_parts(execute: Execute, dead: Sequence[int]) -> None:
+    """Inside a transaction: remove parts of engines that are gone, whose other parts never came, and say how many.
+
+    `dead`: logs that are not closed, and whose writers are gone all the same.
+    """
+    living = f"closed IS NULL AND logs.id NOT IN ({', '.join(map(str, dead))})"
+    widowed = f"record IS NULL AND NOT EXISTS (SELECT 1 FROM logs WHERE logs.session = parts.session AND {living})"
     requests = execute(f"SELECT DISTINCT session, number FROM parts WHERE {widowed}", ())
     if requests:
         logger.warning("%d requests were dropped: not every pipeline stage had written them", len(requests))

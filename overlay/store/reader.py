@@ -66,6 +66,8 @@ class ShardMaps:
         shards = self._shards[log]
         at = bisect_right(shards, start, key=lambda shard: shard.first_row) - 1
         while count:
+            if not 0 <= at < len(shards) or start >= shards[at].first_row + shards[at].rows:
+                raise StoreError(f"rows {start}..{start + count - 1} of log {log} are in no shard of {self.folder}")
             shard = shards[at]
             first = start - shard.first_row
             here = min(count, shard.rows - first)
@@ -360,9 +362,12 @@ class Store:
             out = out[piece.count * meta.row_bytes :]
 
     def _name_rows(self, part: RecordPart) -> list[str]:
-        return [
-            f"{piece.file} {piece.first}..{piece.first + piece.count - 1}"
-            for start, count in part.extents.tolist()
-            if start != HOLE
-            for piece in self._maps.split(part.log, start, count)
-        ]
+        extents = [(start, count) for start, count in part.extents.tolist() if start != HOLE]
+        try:
+            return [
+                f"{piece.file} {piece.first}..{piece.first + piece.count - 1}"
+                for start, count in extents
+                for piece in self._maps.split(part.log, start, count)
+            ]
+        except StoreError:  # they are in no file, which is the record's problem
+            return [f"log {part.log} {start}..{start + count - 1}" for start, count in extents]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.store.errors import naming_path
@@ -17,11 +19,32 @@ from vllm_overlay.store.shard import shrink_shard
 logger = logging.getLogger("vllm_overlay.store")
 
 
+@dataclass(frozen=True)
+class DeadLog:
+    """A log that was not closed, whose writer is gone, and whose lock we hold."""
+
+    log: int
+    pid: int
+    lock: LogLock
+
+
 def recover_logs(folder: Path, index: Index) -> None:
     """Take over each log that was not closed and whose writer is proven dead. The caller holds the store's lock.
 
     Raises StoreError if a file that records refer to is missing or short. Can be repeated if it is interrupted.
     """
+    with ExitStack() as held:
+        dead = _take_over_dead_logs(folder, index, held)
+        # First: what waits after this, waits for a stage that lives, and its rows are kept.
+        with index.transaction():
+            drop_widowed_parts(index.execute, [each.log for each in dead])
+        for each in dead:
+            _recover_log(folder, index, each)
+    _remove_stale_locks(folder, index)
+
+
+def _take_over_dead_logs(folder: Path, index: Index, held: ExitStack) -> list[DeadLog]:
+    dead = []
     for log, pid in index.execute("SELECT id, pid FROM logs WHERE closed IS NULL ORDER BY id"):
         path = folder / name_lock(log)
         if not path.exists():
@@ -34,18 +57,24 @@ def recover_logs(folder: Path, index: Index) -> None:
             )
             continue
         lock = LogLock.take_over(path)
-        if lock is None:
-            continue
-        try:
-            _recover_log(folder, index, log, pid, lock)
-        finally:
-            lock.release()
-    with index.transaction():
-        drop_widowed_parts(index.execute)
+        if lock is not None:
+            held.callback(lock.release)
+            dead.append(DeadLog(log, pid, lock))
+    return dead
 
 
-def _recover_log(folder: Path, index: Index, log: int, pid: int, lock: LogLock) -> None:
-    kept = merge_extents(index.read_extents(log))
+def _remove_stale_locks(folder: Path, index: Index) -> None:
+    """Those of logs that are closed, or never began, left by writers that died before they could remove them."""
+    open_logs = {name_lock(log) for (log,) in index.execute("SELECT id FROM logs WHERE closed IS NULL")}
+    for path in (folder / SHARDS_FOLDER).glob("*.lock"):
+        if f"{SHARDS_FOLDER}/{path.name}" not in open_logs:
+            with naming_path("remove", path):
+                path.unlink()
+
+
+def _recover_log(folder: Path, index: Index, dead: DeadLog) -> None:
+    log, lock = dead.log, dead.lock
+    kept = merge_extents([*index.read_extents(log), *index.read_waiting_extents(log)])
     end = int(kept[-1].sum()) if len(kept) else 0
     # After a power cut the count may be older than the records.
     written = max(lock.read_count(), end)
@@ -64,7 +93,7 @@ def _recover_log(folder: Path, index: Index, log: int, pid: int, lock: LogLock) 
         "log %d of %s was not closed cleanly (process %d is gone): %d of its %d rows are in no record and were dropped",
         log,
         folder,
-        pid,
+        dead.pid,
         dropped,
         written,
     )

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_overlay.store.checksum import checksum_hashes, split_hashing
-from vllm_overlay.store.errors import StoreError
+from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.extents import find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.lanes import Lanes
@@ -115,11 +115,6 @@ class StoreWriter:
         return self._log
 
     @property
-    def log(self) -> int:
-        """The number of this writer's log in the store."""
-        return self._log
-
-    @property
     def num_rows(self) -> int:
         """Rows appended so far."""
         return self._rows.rows
@@ -204,7 +199,8 @@ class StoreWriter:
                     "UPDATE logs SET rows = ?, closed = ?, clean = 1 WHERE id = ?",
                     (self._rows.rows, time.time(), self._log),
                 )
-            (folder / name_lock(self._log)).unlink()
+            with naming_path("remove", folder / name_lock(self._log)):
+                (folder / name_lock(self._log)).unlink()
             self._index.leave_wal()
 
     def __enter__(self) -> StoreWriter:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.unit.store.conftest import MakeRecord
-from vllm_overlay.store import Part, Store, StoreError, StoreMeta, StoreWriter, summarize
+from vllm_overlay.store import Part, PendingRecord, Store, StoreError, StoreMeta, StoreWriter, summarize
 
 # Of the columns (2, 1, 6), the first stage computes layers 2 and 1 and the second layer 6.
 FIRST, SECOND = Part("engine", 0, 2, (0, 1)), Part("engine", 1, 2, (2,))
@@ -107,6 +109,42 @@ def test_a_flipped_byte_is_found_in_whichever_part(
         (damage,) = store.verify()
         assert "expected" in damage.problem
         assert any(shard.name in rows for rows in damage.rows)
+
+
+def write_part_and_die(folder: Path, meta: StoreMeta, record: PendingRecord, states: torch.Tensor) -> None:
+    """In a process of its own, as the first stage."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    writer = StoreWriter.open(folder, meta, part=FIRST)
+    writer.append(states[:, [0, 1]].contiguous())
+    writer.commit([record])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rows_of_a_dead_stage_are_kept_while_another_stage_may_finish_the_record(
+    tmp_path: Path, meta: StoreMeta, make_record: MakeRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = make_states(4, seed=7)
+    with StoreWriter.open(tmp_path, meta, part=SECOND) as second:
+        write_part_and_die(tmp_path, meta, make_record("r", range(4)), states)
+        StoreWriter.open(tmp_path, meta).close()
+        assert "0 of its 4 rows are in no record and were dropped" in caplog.text
+        second.commit([make_record("r", write(second, SECOND, states))])
+    with Store.open(tmp_path) as store:
+        assert torch.equal(store["r"].hidden_states, states)
+        assert list(store.verify()) == []
+
+
+def test_rows_of_stages_that_are_all_dead_are_dropped(
+    tmp_path: Path, meta: StoreMeta, make_record: MakeRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_part_and_die(tmp_path, meta, make_record("r", range(4)), make_states(4, seed=8))
+    StoreWriter.open(tmp_path, meta).close()
+    assert "1 requests were dropped: not every pipeline stage had written them" in caplog.text
+    assert "4 of its 4 rows are in no record and were dropped" in caplog.text
+    assert list((tmp_path / "shards").iterdir()) == []
 
 
 def test_parts_whose_others_never_came_are_dropped_and_said(

@@ -142,6 +142,14 @@ def test_damaged_log_is_not_recovered_silently(store_path, meta) -> None:
         StoreWriter.open(store_path, meta)
 
 
+def test_locks_of_writers_that_died_before_or_after_their_log_are_removed(store_path, meta) -> None:
+    StoreWriter.open(store_path, meta).close()
+    for log in (1, 7):
+        (store_path / "shards" / f"{log:04d}.lock").touch()
+    with StoreWriter.open(store_path, meta):
+        assert [path.name for path in (store_path / "shards").iterdir()] == ["0002.lock"]
+
+
 def test_threads_share_a_writer(store_path, meta, make_record) -> None:
     def write(name: int) -> None:
         for _ in range(20):

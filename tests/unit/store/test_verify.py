@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,18 @@ def test_changed_token_is_found(damaged: Path) -> None:
     assert index.count(token_ids) == 1
     flip(damaged / "index.sqlite", index.index(token_ids))
     assert [damage.index for damage in Store.open(damaged).verify()] == [1]
+
+
+def test_rows_that_are_in_no_shard_are_found(damaged: Path) -> None:
+    with sqlite3.connect(damaged / "index.sqlite") as connection:
+        connection.execute("DELETE FROM shards WHERE number > 0")
+    connection.close()
+    store = Store.open(damaged)
+    problems = {damage.request_id: (damage.problem, damage.rows) for damage in store.verify()}
+    assert list(problems) == ["b", "c"]
+    assert problems["c"] == (f"rows 7..8 of log 1 are in no shard of {damaged}", ("log 1 7..8",))
+    with pytest.raises(StoreError, match=r"rows 4\.\.6 of log 1 are in no shard"):
+        _ = store["b"].hidden_states
 
 
 def test_missing_and_short_shards_are_found(damaged: Path, meta) -> None:
