@@ -51,6 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--norm-before-residual", action="store_true", help="the residual is the normed feature (default: off)"
     )
     draft.add_argument(
+        "--norm-before-fc",
+        action="store_true",
+        help="one norm over the three features together; vLLM 0.18 and later serve it (default: off)",
+    )
+    draft.add_argument(
+        "--fc-norm",
+        action="store_true",
+        help="a norm for each of the three features; vLLM 0.22 and later serve it (default: off)",
+    )
+    draft.add_argument(
+        "--norm-output",
+        action="store_true",
+        help="later draft positions read the normed output; vLLM 0.22 and later serve it, earlier ones ignore it and "
+        "accept less (default: off)",
+    )
+    draft.add_argument(
         "--init",
         choices=["target", "random"],
         default="target",
@@ -106,9 +122,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument(
         "--self-test",
         choices=["strict", "warn", "off"],
-        default="warn",
+        default="strict",
         help="if the target's head on the last state does not say the next token: refuse, warn, or do not look "
-        "(default: warn)",
+        "(default: strict)",
     )
     loop.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)"
@@ -130,6 +146,9 @@ def run(args: argparse.Namespace) -> int:
         draft_vocab_size=args.draft_vocab_size,
         hidden_size=args.hidden_size,
         norm_before_residual=args.norm_before_residual,
+        norm_before_fc=args.norm_before_fc,
+        fc_norm=args.fc_norm,
+        norm_output=args.norm_output,
         init=args.init,
         train_head=not args.freeze_head,
         ttt_steps=args.ttt_steps,

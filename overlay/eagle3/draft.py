@@ -38,6 +38,9 @@ class DraftConfig:
     max_position_embeddings: int
     norm_before_residual: bool
     layer_ids: tuple[int, ...]  # residual-stream ids of the three features: id k is the stream after k decoder layers
+    norm_before_fc: bool = False  # one norm over the three features together (vLLM 0.18 on)
+    fc_norm: bool = False  # a norm for each feature (vLLM 0.22 on)
+    norm_output: bool = False  # later steps read the layer's output after `norm` (vLLM 0.22 on; ignored before)
 
     @property
     def has_own_embeddings(self) -> bool:
@@ -134,7 +137,12 @@ class Draft(nn.Module):
     def __init__(self, config: DraftConfig, target_embeddings: torch.Tensor | None) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, config.hidden_size, bias=False)
+        size = config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(NUM_FEATURES * size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(NUM_FEATURES))
+        self.fc = nn.Linear(NUM_FEATURES * size, config.hidden_size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -149,6 +157,14 @@ class Draft(nn.Module):
         if self.config.has_own_embeddings:
             return cast(torch.Tensor, self.embed_tokens(token_ids))
         return widen(embedding(token_ids, cast(torch.Tensor, self.target_embeddings)))
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[tokens, 3, target_hidden] -> [tokens, hidden]."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features.flatten(1)).view_as(features)
+        if self.config.fc_norm:
+            features = torch.stack([norm(features[:, number]) for number, norm in enumerate(self.fc_norm)], dim=1)
+        return widen(self.fc(features.flatten(1)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output [rows, hidden] -> logits [rows, draft_vocab]."""
@@ -168,8 +184,7 @@ class Draft(nn.Module):
         one of a document: anything, no row looks at it). positions: int64 [tokens] in the document. rows, spans: see
         `attention`.
         """
-        fused = widen(self.fc(features.flatten(1)))  # [tokens, hidden]
-        x, residual = self.midlayer.enter(self.embed(next_tokens), fused)
+        x, residual = self.midlayer.enter(self.embed(next_tokens), self.fuse(features))
         keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
         queries = self.midlayer.self_attn.queries(x[rows], positions[rows])
         attended = attend(queries, keys, values, [], [], rows, spans)
@@ -182,7 +197,8 @@ class Draft(nn.Module):
 
         next_tokens, positions: int64 [rows], one further on than at the step before.
         """
-        x, residual = self.midlayer.enter(self.embed(next_tokens), hidden)
+        feature = self.norm(hidden) if self.config.norm_output else hidden
+        x, residual = self.midlayer.enter(self.embed(next_tokens), feature)
         keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
         chain.tail_keys.append(keys)
         chain.tail_values.append(values)

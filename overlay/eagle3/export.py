@@ -19,6 +19,7 @@ from vllm_overlay.errors import OverlayError
 LAYER_ID_CONVENTION = (
     "id k is the residual stream after k decoder layers; 0 is the embedding output; N is before the final norm"
 )
+LATER_NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # absent where not used: older releases know none of them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -83,6 +84,7 @@ def vllm_config(facts: dict[str, Any], dtype: str, step: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": target["bos_token_id"],
         "norm_before_residual": draft["norm_before_residual"],
+        **{name: True for name in LATER_NORMS if draft[name]},
         "eagle_aux_hidden_state_layer_ids": draft["layer_ids"],
         "torch_dtype": dtype,
         "vllm_overlay": {
@@ -112,5 +114,6 @@ def read_draft_config(config: dict[str, Any]) -> DraftConfig:
         rope_theta=config["rope_theta"],
         max_position_embeddings=config["max_position_embeddings"],
         norm_before_residual=config.get("norm_before_residual", False),
+        **{name: config.get(name, False) for name in LATER_NORMS},
         layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
     )

@@ -19,6 +19,9 @@ def draft_config(
     *,
     hidden_size: int | None = None,
     norm_before_residual: bool = False,
+    norm_before_fc: bool = False,
+    fc_norm: bool = False,
+    norm_output: bool = False,
 ) -> DraftConfig:
     """A draft layer of the target's shape, or of the same heads scaled to another `hidden_size`.
 
@@ -46,6 +49,9 @@ def draft_config(
         max_position_embeddings=target.max_position_embeddings,
         norm_before_residual=norm_before_residual,
         layer_ids=layer_ids,
+        norm_before_fc=norm_before_fc,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
     )
 
 

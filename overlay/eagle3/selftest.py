@@ -1,30 +1,29 @@
 """The check before the first step: does the target's head, on the stored last state, say the token that came next?
 
 Wrong layer ids, a norm applied twice or not at all, another quantisation or another text all train without a word and
-serve at 0% acceptance. On text that the target wrote greedily itself the answer is 100%.
+serve at 0% acceptance. On text that the target wrote greedily itself the answer is 100%. Where it is not, the same
+positions are looked at in the ways that these mistakes would have made right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from vllm_overlay.eagle3.data import Corpus
+from vllm_overlay.eagle3.data import Corpus, Entry
 from vllm_overlay.eagle3.target import Target
 
 EXPECTED = 0.99
 MAX_POSITIONS = 2048
-CAUSES = (
-    "likely causes: the text is not the target's own greedy text (sampled, or written by someone else), the last state "
-    "is not layer id N before the final norm, the states are of another checkpoint or quantisation, or rows are shifted"
-)
+NEAR_TIE = 0.5  # of the first choice's probability: what rounding turns over, and sampling rarely keeps to
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """`agreed` of `positions` next tokens were the head's first choice; `generated`: all of them written by the
-    target."""
+    """`agreed` of `positions` next tokens were the head's first choice, or tied with it in the precision that the
+    engine ran in; `generated`: all of them written by the target."""
 
     agreed: int
     positions: int
@@ -46,22 +45,105 @@ class Agreement:
         )
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Positions of one record whose next token counts: int64 [n]."""
+
+    entry: Entry
+    positions: torch.Tensor
+
+    @property
+    def next_tokens(self) -> torch.Tensor:
+        return self.entry.token_ids[self.positions + 1]
+
+
 def measure_agreement(
     corpus: Corpus, target: Target, device: torch.device, max_positions: int = MAX_POSITIONS
 ) -> Agreement:
     """Look at up to `max_positions` positions whose next token the target generated; in a store without any, at those
     under the loss mask (then no rate is expected, the text may be anybody's)."""
-    generated = any(entry.num_prompt_tokens < entry.num_tokens for entry in corpus.entries)
+    generated = _has_generated(corpus)
+    rounding = torch.finfo(getattr(torch, corpus.meta.dtype)).eps
     agreed = positions = 0
+    for sample in _take_samples(corpus, generated, max_positions):
+        states = corpus.document(sample.entry).final_states[sample.positions]
+        logits = target.logits(states.to(device)).cpu()  # [n, vocab]
+        best = logits.max(-1).values
+        said = logits[torch.arange(len(logits)), sample.next_tokens]
+        agreed += int((said >= best - rounding * best.abs()).sum())
+        positions += len(sample.positions)
+    return Agreement(agreed, positions, generated)
+
+
+def explain(corpus: Corpus, target: Target, device: torch.device, max_positions: int = MAX_POSITIONS // 4) -> str:
+    """Which of norm, rows, layer ids, quantisation and text is likely wrong, after a suspicious agreement."""
+    samples = list(_take_samples(corpus, True, max_positions))
+    tokens = torch.cat([sample.next_tokens for sample in samples])
+    documents = [corpus.document(sample.entry) for sample in samples]
+
+    def pick(shift: int, column: int | None = None) -> torch.Tensor:
+        """States `[n, hidden]` beside the positions, of the last state or of a feature."""
+        parts = []
+        for sample, document in zip(samples, documents, strict=True):
+            states = document.final_states if column is None else document.features[:, column]
+            parts.append(states[(sample.positions + shift).clamp(0, len(states) - 1)])
+        return torch.cat(parts).to(device)
+
+    others = {
+        "the rows are shifted: each holds the state of the token before it": pick(1),
+        "the rows are shifted: each holds the state of the token after it": pick(-1),
+    }
+    for column, layer in enumerate(corpus.feature_ids):
+        others[f"the layer ids are wrong: what is called {layer} is the last state"] = pick(0, column)
+    for cause, states in others.items():
+        if _rate(target.logits(states), tokens) >= EXPECTED:
+            return cause
+
+    last = pick(0)
+    unnormed = torch.nn.functional.linear(last.float(), target.lm_head.to(device, torch.float32))
+    if _rate(unnormed, tokens) >= EXPECTED:
+        return "the norm is wrong: the last state is already normed, and must be from before the final norm"
+    return _explain_by_probability(target.logits(last).cpu(), tokens)
+
+
+def _explain_by_probability(logits: torch.Tensor, tokens: torch.Tensor) -> str:
+    """What is left: tokens that nearly won, that were possible, or that the target would hardly say."""
+    probabilities = logits.softmax(-1)
+    best, choices = probabilities.max(-1)
+    missed = choices != tokens
+    said = probabilities[missed].gather(1, tokens[missed, None])[:, 0]
+    if (said / best[missed]).median() >= NEAR_TIE:
+        return (
+            "the precision is another: most tokens that differ were nearly the first choice, as where the states come "
+            "from another quantisation of this checkpoint"
+        )
+    likely = float((probabilities**2).sum(-1).mean())  # what the mean probability of sampled tokens comes to
+    if float(probabilities.gather(1, tokens[:, None]).mean()) >= likely / 2:
+        return (
+            "the text is sampled and not greedy: its tokens are as probable as the target's own samples are; that "
+            "can be trained on, with --self-test warn"
+        )
+    return (
+        "the text or the checkpoint is another: the target would hardly say these tokens after these states; train "
+        "with the weights that were captured, on text that they wrote"
+    )
+
+
+def _rate(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    return float((logits.argmax(-1).cpu() == tokens).float().mean())
+
+
+def _has_generated(corpus: Corpus) -> bool:
+    return any(entry.num_prompt_tokens < entry.num_tokens for entry in corpus.entries)
+
+
+def _take_samples(corpus: Corpus, generated: bool, max_positions: int) -> Iterator[Sample]:
+    taken = 0
     for entry in corpus.entries:
         own = torch.arange(entry.num_tokens) >= entry.num_prompt_tokens if generated else entry.loss_mask
-        before = (own[1:]).nonzero()[: max_positions - positions, 0]  # positions whose next token counts
-        if len(before) == 0:
-            continue
-        states = corpus.document(entry).final_states[before].to(device)
-        choices = target.logits(states).argmax(-1).cpu()
-        agreed += int((choices == entry.token_ids[before + 1]).sum())
-        positions += len(before)
-        if positions >= max_positions:
-            break
-    return Agreement(agreed, positions, generated)
+        positions = own[1:].nonzero()[: max_positions - taken, 0]
+        if len(positions):
+            yield Sample(entry, positions)
+        taken += len(positions)
+        if taken >= max_positions:
+            return

@@ -29,7 +29,7 @@ from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead
 from vllm_overlay.eagle3.ranks import Ranks, alone, whole
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, Snapshot, optimizer_tensors, require_free
-from vllm_overlay.eagle3.selftest import CAUSES, measure_agreement
+from vllm_overlay.eagle3.selftest import explain, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
 from vllm_overlay.errors import OverlayError
@@ -49,6 +49,9 @@ class Settings:
     draft_vocab_size: int | None = None
     hidden_size: int | None = None
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     init: str = "target"
     train_head: bool = True
     ttt_steps: int = 3
@@ -86,7 +89,7 @@ def train(
     settings: Settings,
     *,
     ranks: Ranks | None = None,
-    self_test: str = "warn",
+    self_test: str = "strict",
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> Result:
@@ -123,6 +126,9 @@ def train(
             len(vocabulary),
             hidden_size=settings.hidden_size,
             norm_before_residual=settings.norm_before_residual,
+            norm_before_fc=settings.norm_before_fc,
+            fc_norm=settings.fc_norm,
+            norm_output=settings.norm_output,
         )
         draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(ranks.device)
         facts = _describe_run(settings, stores, corpus, target, draft, ranks)
@@ -130,6 +136,7 @@ def train(
         folder = RunFolder(run)
         if resume:
             _require_same_run(folder, facts)
+            _require_same_vocabulary(folder, vocabulary)
             progress = folder.load_checkpoint(draft, trainer.optimizer)
             say(f"resuming {run} at step {progress.step} of {settings.steps}")
             if ranks.is_first:
@@ -447,9 +454,10 @@ def _run_self_test(say: Callable[[str], None], corpus: Corpus, target: Target, d
     say(agreement.describe())
     if not agreement.is_suspicious:
         return
+    cause = explain(corpus, target, device)
     if mode == "strict":
-        raise OverlayError(f"{agreement.describe()}, 99% expected; {CAUSES}")
-    say(f"WARNING: 99% expected; {CAUSES}")
+        raise OverlayError(f"{agreement.describe()}, 99% expected; {cause}")
+    say(f"WARNING: 99% expected; {cause}")
 
 
 def _describe_run(
@@ -507,6 +515,15 @@ def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
                     f"{folder.path}: was made with {section} {name} = {found[section].get(name)}, not {value}; "
                     "resume with the same, or start another run"
                 )
+
+
+def _require_same_vocabulary(folder: RunFolder, vocabulary: DraftVocabulary) -> None:
+    """It is chosen anew from the data, and from the target's special tokens, which may have been edited."""
+    if not torch.equal(DraftVocabulary.load(folder.path / "vocabulary.safetensors").ids, vocabulary.ids):
+        raise OverlayError(
+            f"{folder.path}: was made with another draft vocabulary; have the model's special tokens changed? Resume "
+            "with the model folder as it was, or start another run"
+        )
 
 
 def _create_run(run: Path, facts: dict[str, Any], vocabulary: DraftVocabulary, trainer: Trainer) -> Progress:

@@ -15,7 +15,7 @@ from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, unroll
 CPU = torch.device("cpu")
 
 
-def make_draft(hidden_size: int = 32, norm_before_residual: bool = False, seed: int = 0) -> Draft:
+def make_draft(hidden_size: int = 32, seed: int = 0, **norms: bool) -> Draft:
     torch.manual_seed(seed)
     config = DraftConfig(
         hidden_size=hidden_size,
@@ -29,8 +29,8 @@ def make_draft(hidden_size: int = 32, norm_before_residual: bool = False, seed: 
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=128,
-        norm_before_residual=norm_before_residual,
         layer_ids=(2, 3, 4),
+        **{"norm_before_residual": False, **norms},
     )
     draft = Draft(config, torch.randn(64, 32))
     for parameter in draft.parameters():
@@ -61,7 +61,20 @@ def rotate_one(x: torch.Tensor, position: int) -> torch.Tensor:
     """Rotary embedding of [heads, 8] by complex numbers, another way than ours."""
     angles = position * 10000.0 ** (-torch.arange(4).double() / 4)
     turned = torch.complex(x[:, :4].double(), x[:, 4:].double()) * torch.polar(torch.ones(4).double(), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1).float()
+    return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
+
+
+def norm_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean() + 1e-5).sqrt() * weight
+
+
+def fuse_one(draft: Draft, features: torch.Tensor) -> torch.Tensor:
+    """[3, 32] -> [hidden], as vLLM's `combine_hidden_states` has it."""
+    if draft.config.norm_before_fc:
+        features = norm_one(features.flatten(), draft.input_norm.weight).view(3, 32)
+    if draft.config.fc_norm:
+        features = torch.stack([norm_one(x, norm.weight) for x, norm in zip(features, draft.fc_norm, strict=True)])
+    return draft.fc.weight @ features.flatten()
 
 
 def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> list[torch.Tensor]:
@@ -71,7 +84,8 @@ def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> l
     outputs = []
     hidden = torch.empty(0)
     for position in range(row + steps):
-        feature = draft.fc(document.features[position].flatten()) if position <= row else hidden
+        own = norm_one(hidden, draft.norm.weight) if draft.config.norm_output and position > row else hidden
+        feature = fuse_one(draft, document.features[position]) if position <= row else own
         normed = layer.hidden_norm(feature)
         x = torch.cat([layer.input_layernorm(draft.embed(tokens[position + 1])), normed])
         query = rotate_one(layer.self_attn.q_proj(x).view(-1, 8), position)
@@ -93,18 +107,45 @@ def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> l
     return outputs
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
+FORMS: list[dict[str, bool]] = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
+]
+
+
+@pytest.mark.parametrize("norms", FORMS, ids=lambda norms: "+".join(norms) or "plain")
 @pytest.mark.parametrize("hidden_size", [32, 16])
-def test_three_steps_equal_a_token_by_token_unroll(hidden_size: int, norm_before_residual: bool) -> None:
-    """CASES 28, for both residuals and a draft narrower than its target."""
-    draft = make_draft(hidden_size, norm_before_residual)
-    document = make_document(12)
-    with torch.no_grad():
-        outputs = unroll(draft, pack([document], 3, CPU), 3)
-        for row in range(8):
-            expected = draft_one_chain(draft, document, row, 3)
-            for step in range(3):
-                torch.testing.assert_close(outputs[step][row], expected[step], atol=1e-5, rtol=1e-5)
+def test_steps_and_gradients_equal_a_token_by_token_unroll(hidden_size: int, norms: dict[str, bool]) -> None:
+    """CASES 28 in float64, for every form of the norms and a draft narrower than its target."""
+    draft = make_draft(hidden_size, **norms).double()
+    document = make_document(9, masked=[4, 5, 6, 7, 8])
+    document = Document(
+        document.token_ids, document.features.double(), document.final_states.double(), document.loss_mask
+    )
+    batch = pack([document], 3, CPU)
+    assert batch.rows.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    outputs = unroll(draft, batch, 3)
+    compared = [(number, row) for number, row in enumerate(batch.rows.tolist()) if row < 6]  # row 6 would read token 9
+    chains = {row: draft_one_chain(draft, document, row, 3) for _, row in compared}
+    direction = torch.randn(hidden_size, dtype=torch.float64)
+    ours = theirs = torch.zeros((), dtype=torch.float64)
+    for number, row in compared:
+        for step in range(3):
+            torch.testing.assert_close(outputs[step][number], chains[row][step], atol=1e-11, rtol=1e-11)
+            ours = ours + outputs[step][number] @ direction
+            theirs = theirs + chains[row][step] @ direction
+
+    named = {name: parameter for name, parameter in draft.named_parameters() if "lm_head" not in name}
+    if not draft.config.norm_output:
+        del named["norm.weight"]  # which only the head reads
+    found, wanted = (torch.autograd.grad(total, list(named.values())) for total in (ours, theirs))
+    for name, one, other in zip(named, found, wanted, strict=True):
+        assert other.any(), name
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9, msg=name)
 
 
 def test_a_document_is_the_same_alone_and_packed() -> None:

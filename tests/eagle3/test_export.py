@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from vllm_overlay.eagle3.acceptance import load_draft
-from vllm_overlay.eagle3.export import export_run
+from vllm_overlay.eagle3.export import export_run, read_draft_config
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.target import load_target
@@ -79,6 +79,18 @@ def test_a_narrow_draft_brings_its_embeddings(run_with: Callable[..., Path], tmp
     assert (config["hidden_size"], config["target_hidden_size"]) == (16, 32)
 
 
+def test_other_norms_are_in_the_file_and_in_the_config(run_with: Callable[..., Path], tmp_path: Path) -> None:
+    """By the names that vLLM's draft class reads; a draft without them, as the others here, says nothing of them."""
+    norms = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    output = export_run(run_with(**norms), tmp_path / "draft")
+    tensors = load_file(str(output / "model.safetensors"))
+    assert set(tensors) == ALWAYS | {"d2t", "t2d", "input_norm.weight"} | {f"fc_norm.{n}.weight" for n in range(3)}
+    assert tensors["input_norm.weight"].shape == (96,) and tensors["fc_norm.2.weight"].shape == (32,)
+    config = json.loads((output / "config.json").read_text())
+    assert norms.items() <= config.items()
+    assert asdict(read_draft_config(config)).items() >= norms.items()
+
+
 def test_the_config_means_the_same_to_transformers_4_and_5(run: Path, tmp_path: Path) -> None:
     output = export_run(run, tmp_path / "draft")
     config = AutoConfig.from_pretrained(output)
@@ -87,6 +99,7 @@ def test_the_config_means_the_same_to_transformers_4_and_5(run: Path, tmp_path: 
     assert (config.num_hidden_layers, config.vocab_size, config.draft_vocab_size) == (1, 128, 16)
     assert config.eagle_aux_hidden_state_layer_ids == [0, 2, 3]
     assert config.rope_parameters["rope_theta"] == 10000.0 and config.rope_parameters["rope_type"] == "default"
+    assert not {"norm_before_fc", "fc_norm", "norm_output"} & json.loads((output / "config.json").read_text()).keys()
     assert config.norm_before_residual is False and config.tie_word_embeddings is False
     assert config.dtype == torch.float32
     written = json.loads((output / "config.json").read_text())

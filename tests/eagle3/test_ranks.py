@@ -64,10 +64,13 @@ def runs(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPath
 def curve(run: Path, kind: str = "train") -> torch.Tensor:
     """[lines, figures]"""
     lines = [line for line in RunFolder.open(run).metrics if line["kind"] == kind]
-    return torch.tensor(
-        [[line["loss"], *line["loss_per_step"], *line["kl_per_step"], *line["accuracy"]] for line in lines],
-        dtype=torch.float64,
-    )
+    rows = [[line["loss"], *line["loss_per_step"], *line["kl_per_step"], *line["accuracy"]] for line in lines]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def gradient_norms(run: Path) -> torch.Tensor:
+    lines = [line for line in RunFolder.open(run).metrics if line["kind"] == "train"]
+    return torch.tensor([line["gradient_norm"] for line in lines], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("run", ["two", "one, then two", "two, then one"])
@@ -76,6 +79,7 @@ def test_the_curve_is_that_of_one_rank(runs: Path, run: str) -> None:
     for kind, lines in (("train", 10), ("validation", 4)):
         assert len(curve(runs / run, kind)) == lines
         assert (curve(runs / run, kind) - curve(runs / "one", kind)).abs().max() < TOLERANCE
+    torch.testing.assert_close(gradient_norms(runs / run), gradient_norms(runs / "one"), rtol=1e-4, atol=0)
     steps = [line["step"] for line in RunFolder.open(runs / run).metrics if line["kind"] == "train"]
     assert steps == list(range(1, 11))
 

@@ -1,0 +1,140 @@
+"""The check before the first step names what is wrong with a store: each mistake made on purpose, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.eagle3.conftest import HIDDEN, LAYERS, VOCABULARY
+from vllm_overlay.eagle3.data import Corpus, open_corpus
+from vllm_overlay.eagle3.selftest import explain, measure_agreement
+from vllm_overlay.eagle3.target import Target, load_target, rms_norm
+from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
+
+CPU = torch.device("cpu")
+LAYER_IDS = (2, 3, 5, 6)
+PROMPT = 8
+
+
+@pytest.fixture(scope="module")
+def target(model_folder: Path) -> Target:
+    return load_target(model_folder)
+
+
+@pytest.fixture
+def corpus_of(tmp_path: Path, states_of: Callable[..., torch.Tensor]) -> Callable[..., Corpus]:
+    """A corpus of given texts, with the states of the reference, changed or not, in a dtype."""
+
+    def make(
+        texts: Sequence[torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
+        dtype: str = "float32",
+    ) -> Corpus:
+        meta = StoreMeta(LAYER_IDS, HIDDEN, dtype, LAYERS, "tiny", "tiny", "0.0.0", "V1")
+        writer = StoreWriter.open(tmp_path / "store", meta)
+        for number, text in enumerate(texts):
+            states = change(states_of(text, LAYER_IDS)).to(getattr(torch, dtype)).contiguous()
+            first = writer.append(states)
+            rows = np.arange(first, first + len(text), dtype=np.int64)
+            writer.commit([PendingRecord(f"r{number}", text.numpy(), rows, PROMPT, True, "length", None, None)])
+        writer.close()
+        return open_corpus([tmp_path / "store"], (2, 3, 5))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def greedy_texts(write_on: Callable[[torch.Tensor, int], torch.Tensor]) -> list[torch.Tensor]:
+    return [write_on(prompt, 40) for prompt in make_prompts(6)]
+
+
+def make_prompts(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (PROMPT,), generator=generator) for _ in range(count)]
+
+
+def write_with(
+    target: Target, states_of: Callable[..., torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Texts of 40 tokens, each token chosen from the target's logits."""
+    texts = []
+    for text in make_prompts(6):
+        while len(text) < 40:
+            logits = target.logits(states_of(text, (LAYERS,))[-1])  # [1, vocab]
+            text = torch.cat([text, choose(logits[0])[None]])
+        texts.append(text)
+    return texts
+
+
+def verdict(corpus: Corpus, target: Target) -> str:
+    assert measure_agreement(corpus, target, CPU).is_suspicious
+    return explain(corpus, target, CPU)
+
+
+def test_good_states_are_not_suspected(
+    corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target
+) -> None:
+    agreement = measure_agreement(corpus_of(greedy_texts), target, CPU)
+    assert (agreement.agreed, agreement.positions) == (6 * 32, 6 * 32)
+
+
+def test_normed_states(corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target) -> None:
+    def norm(states: torch.Tensor) -> torch.Tensor:
+        normed = rms_norm(states[:, 3], target.final_norm, target.config.rms_norm_eps)
+        return torch.stack([states[:, 0], states[:, 1], states[:, 2], normed], dim=1)
+
+    assert verdict(corpus_of(greedy_texts, norm), target).startswith("the norm is wrong")
+
+
+@pytest.mark.parametrize(("shift", "whose"), [(1, "before"), (-1, "after")])
+def test_shifted_rows(
+    corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target, shift: int, whose: str
+) -> None:
+    corpus = corpus_of(greedy_texts, lambda states: states.roll(shift, dims=0))
+    assert verdict(corpus, target) == f"the rows are shifted: each holds the state of the token {whose} it"
+
+
+def test_swapped_layers(corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target) -> None:
+    corpus = corpus_of(greedy_texts, lambda states: states[:, [0, 3, 2, 1]])
+    assert verdict(corpus, target) == "the layer ids are wrong: what is called 3 is the last state"
+
+
+def test_sampled_text(corpus_of: Callable[..., Corpus], target: Target, states_of: Callable[..., torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    texts = write_with(target, states_of, lambda logits: logits.softmax(0).multinomial(1, generator=generator)[0])
+    assert verdict(corpus_of(texts), target).startswith("the text is sampled and not greedy")
+
+
+def test_another_quantisation(
+    corpus_of: Callable[..., Corpus], target: Target, states_of: Callable[..., torch.Tensor]
+) -> None:
+    """Text by logits with an error of a tenth of their spread, as where weights are rounded to a few bits."""
+    generator = torch.Generator().manual_seed(5)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        return (logits + 0.1 * logits.std() * torch.randn(VOCABULARY, generator=generator)).argmax()
+
+    assert verdict(corpus_of(write_with(target, states_of, choose)), target).startswith("the precision is another")
+
+
+def test_text_of_somebody_else(corpus_of: Callable[..., Corpus], target: Target) -> None:
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, VOCABULARY, (40,), generator=generator) for _ in range(6)]
+    assert verdict(corpus_of(texts), target).startswith("the text or the checkpoint is another")
+
+
+def test_ties_in_16_bits_are_no_disagreement(
+    corpus_of: Callable[..., Corpus], target: Target, states_of: Callable[..., torch.Tensor]
+) -> None:
+    """An engine in bfloat16 rounds its logits, and takes the smaller id of two that round to the same."""
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        return logits.bfloat16().argmax()
+
+    texts = write_with(target, states_of, choose)
+    tied = measure_agreement(corpus_of(texts, dtype="bfloat16"), target, CPU)
+    assert tied.rate > 0.98
