@@ -1,6 +1,6 @@
 """What capture costs the host at each step, in microseconds, without vLLM and without a GPU.
 
-usage: python tools/step_cost.py [--requests 256 1024] [--steps 256] [--prompt 128] [--store FOLDER]
+usage: python tools/step_cost.py [--requests 256 1024] [--steps 256] [--prompt 128] [--tokens all] [--store FOLDER]
 
 Plays a server's steps to a capture session on made-up objects that have what a scheduler's output has: one step that
 computes all prompts, of which no two neighbours end at the same place of a KV block, then steps of one token for each
@@ -76,9 +76,9 @@ class Clock:
 class PlayedSession(CaptureSession):
     """A session with the parts that a step uses, of a worker that there is not."""
 
-    def __init__(self, recorder: Recorder, num_requests: int, max_tokens: int, num_blocks: int) -> None:
+    def __init__(self, recorder: Recorder, num_requests: int, max_tokens: int, num_blocks: int, tokens: str) -> None:
         buffer = torch.ones(max_tokens, len(META.layer_ids), META.hidden_size)
-        self._settings: Any = SimpleNamespace(sample=1.0)
+        self._settings: Any = SimpleNamespace(sample=1.0, tokens=tokens)
         self._recorder = recorder
         self._taps = Taps(META.layer_ids, buffer, ())
         self._transfer = CpuTransfer(buffer)
@@ -104,21 +104,24 @@ def main() -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=[256, 1024], help="default: 256 1024")
     parser.add_argument("--steps", type=int, default=256, help="decode steps (default: 256)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
+    parser.add_argument(
+        "--tokens", choices=("all", "prompt", "last"), default="all", help="VLLM_OVERLAY_TOKENS (default: all)"
+    )
     parser.add_argument("--store", help="folder for the store (default: a temporary one)")
     args = parser.parse_args()
     for num_requests in args.requests:
         with tempfile.TemporaryDirectory(prefix="vllm-overlay-step-cost-", dir=args.store) as folder:
-            costs = measure(Path(folder) / "store", num_requests, args.prompt, args.steps)
+            costs = measure(Path(folder) / "store", num_requests, args.prompt, args.steps, args.tokens)
         print(f"{num_requests} requests: " + ", ".join(f"{part} {cost:.1f}" for part, cost in costs.items()))
     return 0
 
 
-def measure(store: Path, num_requests: int, prompt: int, steps: int) -> dict[str, float]:
+def measure(store: Path, num_requests: int, prompt: int, steps: int, tokens: str = "all") -> dict[str, float]:
     """Microseconds by part."""
     recorder = Recorder(StoreWriter.open(store, META), META.layer_ids)
     blocks_each = -(-(prompt + steps) // BLOCK_SIZE) + 1
     session: Any = PlayedSession(
-        recorder, num_requests, num_requests * (prompt + BLOCK_SIZE), num_requests * blocks_each
+        recorder, num_requests, num_requests * (prompt + BLOCK_SIZE), num_requests * blocks_each, tokens
     )
     keys = session._seam.step_order(None)
     session.record_step(None, prefill(keys, prompt, blocks_each))
@@ -136,7 +139,7 @@ def measure(store: Path, num_requests: int, prompt: int, steps: int) -> dict[str
             session.record_step(None, step)
     session.flush()
     busy = writer_seconds(recorder) - busy
-    costs = {part: statistics.median(clock.seconds[part]) for part in ("read", "plan", "send", "post", "step")}
+    costs = {part: statistics.median(seconds) for part, seconds in clock.seconds.items() if part != "warm-up"}
     costs["writer"] = busy / (steps - WARM_UP_STEPS)
     costs |= measure_end(session, keys, prompt, steps)
     session.close([])

@@ -17,7 +17,7 @@ import torch
 from vllm_overlay.activation import current_ledger
 from vllm_overlay.capture.limits import describe_runner
 from vllm_overlay.capture.recorder import CaptureError, RequestFacts, refuse_bad_rows, refuse_other_tokens
-from vllm_overlay.capture.rows import MISSING, NewRequest, Plan, RowBook, Rows, Step
+from vllm_overlay.capture.rows import MISSING, WHOLE, NewRequest, Plan, RowBook, Rows, Step
 from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import find_peaks
 from vllm_overlay.compat.releases import Seam, seam_for
@@ -91,10 +91,10 @@ class MemoryCapture:
         key, num_computed = request.req_id, request.num_computed_tokens
         if key in book:
             # Model Runner V2 is sent a pre-empted request again as if it were new.
-            return NewRequest(key, 0, num_computed, (), captured=True, resumed=True)
+            return NewRequest(key, num_computed, (), resumed=True)
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
         self._requests[key] = RequestFacts(key, prompt, tag=None, loss_spans=None)
-        return NewRequest(key, len(prompt), num_computed, (), captured=True)
+        return NewRequest(key, num_computed, (), WHOLE)
 
     def _check(self, plan: Plan, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         refuse_bad_rows(plan, find_peaks(rows).cpu().numpy(), self._layer_ids, str)

@@ -10,6 +10,7 @@ request as for a thousand.
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 import threading
@@ -27,6 +28,8 @@ from vllm_overlay.capture.transfer import HostRows
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import PendingRecord, StoreWriter
 
+logger = logging.getLogger("vllm_overlay.capture")
+
 # Records wait this long for others before they are committed together: a commit syncs the disk.
 COMMIT_INTERVAL_S = 0.5
 
@@ -43,7 +46,8 @@ class CaptureError(OverlayError):
 class RequestFacts:
     """What is known of a captured request when it begins.
 
-    `prompt` int64 `[prompt tokens]`, -1 for no known token. `number` counts the engine's captured requests.
+    `prompt` int64 `[prompt tokens]`, -1 for no known token. `number` counts the engine's captured requests. The record
+    is to begin at `first_position` of the request.
     """
 
     request_id: str
@@ -51,6 +55,7 @@ class RequestFacts:
     tag: str | None
     loss_spans: tuple[tuple[int, int], ...] | None
     number: int = 0
+    first_position: int = 0
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Recorder:
         self._post(lambda: self._write(plan, wait_for_rows))
 
     def finish(self, key: str, rows: Rows, reason: str) -> None:
-        """A request ended; `rows` are the row numbers of its positions."""
+        """A request ended; `rows` are the row numbers of the positions that its record is to have."""
         self._post(lambda: self._finish(key, rows, reason))
 
     def keep_tokens(self, chunks: Set[int]) -> None:
@@ -174,20 +179,24 @@ class Recorder:
         if self._error is not None:
             return
         facts = self._requests.pop(key, None)
-        if facts is None or not len(rows):
-            return  # posted twice around a signal, or aborted before its first row
+        if facts is None:
+            return  # posted twice around a signal
+        if not len(rows):
+            _say_why_empty(facts, reason)
+            return
         complete = not bool((rows == MISSING).any())
         self._ready.append(
             PendingRecord(
                 request_id=facts.request_id,
                 token_ids=_join_tokens(facts, rows, self._tokens.find(rows)),
                 rows=rows,
-                num_prompt_tokens=min(len(facts.prompt), len(rows)),
+                num_prompt_tokens=min(max(0, len(facts.prompt) - facts.first_position), len(rows)),
                 complete=complete,
                 finish_reason=reason,
                 tag=facts.tag,
-                loss_mask=_spread_mask(facts.loss_spans, len(rows)),
+                loss_mask=_spread_mask(facts, len(rows)),
                 number=facts.number,
+                first_position=facts.first_position,
             )
         )
         self.statistics.num_records += 1
@@ -226,7 +235,7 @@ def refuse_bad_rows(
 
 
 def refuse_other_tokens(facts: RequestFacts, start: int, seen: NDArray[np.int64]) -> None:
-    """Errors: CaptureError when the rows were computed from another token than the prompt has there."""
+    """Errors: CaptureError when the rows from position `start` on were computed from other tokens than the prompt's."""
     known = facts.prompt[start : start + len(seen)]
     wrong = np.flatnonzero((seen[: len(known)] != known) & (known >= 0))
     if len(wrong):
@@ -239,16 +248,27 @@ def refuse_other_tokens(facts: RequestFacts, start: int, seen: NDArray[np.int64]
 
 def _join_tokens(facts: RequestFacts, rows: Rows, seen: NDArray[np.int64]) -> NDArray[np.int64]:
     """The record's tokens: the prompt's, -1 where it has none, then those that its rows were computed from."""
-    prompt = facts.prompt[: len(rows)]
+    first = facts.first_position
+    prompt = facts.prompt[first : first + len(rows)]
     # A missing row was computed from no token that we saw.
-    refuse_other_tokens(facts, 0, np.where(rows[: len(prompt)] == MISSING, prompt, seen[: len(prompt)]))
+    refuse_other_tokens(facts, first, np.where(rows[: len(prompt)] == MISSING, prompt, seen[: len(prompt)]))
     return np.concatenate([prompt, seen[len(prompt) :]])
 
 
-def _spread_mask(spans: tuple[tuple[int, int], ...] | None, length: int) -> NDArray[np.bool_] | None:
-    if spans is None:
+def _spread_mask(facts: RequestFacts, length: int) -> NDArray[np.bool_] | None:
+    """Of the record's positions, bool `[length]`."""
+    if facts.loss_spans is None:
         return None
-    mask = np.zeros(length, dtype=np.bool_)
-    for start, end in spans:
+    mask = np.zeros(facts.first_position + length, dtype=np.bool_)
+    for start, end in facts.loss_spans:
         mask[start:end] = True
-    return mask
+    return mask[facts.first_position :]
+
+
+def _say_why_empty(facts: RequestFacts, reason: str) -> None:
+    if reason != "abort":
+        logger.warning(
+            "request %r ended before position %d, where its window begins: it has no record",
+            facts.request_id,
+            facts.first_position,
+        )

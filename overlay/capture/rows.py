@@ -1,8 +1,9 @@
 """Which row of a step belongs to which request and position, and where every row of a request went.
 
 Pure accounting: numpy only, no torch, no vLLM. A row has a number, counted over the whole log in the order in which
-rows are written. A request is a list of row numbers by position; the last write of a position wins, because pre-empted
-requests recompute and rejected speculative tokens are overwritten.
+rows are written. Of a request, the rows of a window of positions are written: all of them, some, or none. It is a list
+of row numbers by position, from the window's first on; the last write of a position wins, because pre-empted requests
+recompute and rejected speculative tokens are overwritten.
 
 A prefix that vLLM finds in its cache is not computed again, so its rows do not pass by. The request's block table
 names the physical KV blocks that hold it, and `slot_rows` says which row filled each slot of each block.
@@ -23,21 +24,34 @@ from vllm_overlay.capture.number_lists import NumberLists
 
 Rows = NDArray[np.int64]
 MISSING = -1
+END = 2**62  # behind every position
 
 
 class RowError(RuntimeError):
     """The step does not add up: vLLM said one thing and did another."""
 
 
+class Window(NamedTuple):
+    """Positions `start` .. `end` of a request, whose rows are kept."""
+
+    start: int
+    end: int
+
+
+WHOLE, NOTHING = Window(0, END), Window(0, 0)
+
+
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that a step schedules for the first time, or again after it was pre-empted (`resumed`)."""
+    """A request that a step schedules for the first time, or again after it was pre-empted (`resumed`).
+
+    `window` is looked at the first time only.
+    """
 
     key: str
-    num_prompt_tokens: int
     num_computed_tokens: int
     blocks: tuple[int, ...]
-    captured: bool
+    window: Window = NOTHING
     resumed: bool = False
 
 
@@ -98,19 +112,18 @@ class RowBook:
     cached prefix cannot be found again and makes an incomplete record.
     """
 
-    def __init__(self, *, block_size: int, num_slots: int, prompt_only: bool = False) -> None:
+    def __init__(self, *, block_size: int, num_slots: int) -> None:
         self._block_size = block_size
         self._slot_rows: Rows = np.full(num_slots, MISSING, dtype=np.int64)
-        self._prompt_only = prompt_only
         self._next_row = 0
         # A live request has a place in these arrays and lists; a place is used again.
         self._places: dict[str, int] = {}
         self._free_places: list[int] = []
-        self._captured: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self._num_prompt_tokens: Rows = np.zeros(0, dtype=np.int64)
+        self._window_starts: Rows = np.zeros(0, dtype=np.int64)
+        self._window_ends: Rows = np.zeros(0, dtype=np.int64)
         self._num_rows: Rows = np.zeros(0, dtype=np.int64)
         self._num_blocks: Rows = np.zeros(0, dtype=np.int64)
-        self._rows = NumberLists(MISSING)
+        self._rows = NumberLists(MISSING)  # from each window's start on
         self._blocks = NumberLists(MISSING)
         # The order of the step before, whose requests' places are known; None when one of them has ended since.
         self._last_order: tuple[str, ...] | None = None
@@ -141,13 +154,12 @@ class RowBook:
             self._fill_from_cache(new)
         return plan
 
-    def find_rows(self, key: str, num_rows: int) -> Rows:
-        """The row numbers of positions 0 .. num_rows, MISSING where none is known."""
+    def find_rows(self, key: str, num_positions: int) -> Rows:
+        """The row numbers of the window's positions below num_positions, MISSING where none is known."""
         place = self._find(key)
-        if self._prompt_only:
-            num_rows = min(num_rows, int(self._num_prompt_tokens[place]))
-        rows = np.full(num_rows, MISSING, dtype=np.int64)
-        known = min(num_rows, int(self._num_rows[place]))
+        count = max(0, min(num_positions, int(self._window_ends[place])) - int(self._window_starts[place]))
+        rows = np.full(count, MISSING, dtype=np.int64)
+        known = min(count, int(self._num_rows[place]))
         rows[:known] = self._rows.get_list(place, 0, known)
         return rows
 
@@ -156,7 +168,7 @@ class RowBook:
         place = self._find(key)
         rows = self._rows.get_list(place, 0, int(self._num_rows[place]))
         known = np.flatnonzero(rows != MISSING)
-        return int(known[-1]) + 1 if len(known) else 0
+        return int(self._window_starts[place] + known[-1]) + 1 if len(known) else 0
 
     def forget(self, key: str) -> None:
         """The request has ended."""
@@ -167,7 +179,9 @@ class RowBook:
         self._last_order = None
 
     def is_captured(self, key: str) -> bool:
-        return bool(self._captured[self._find(key)])
+        """Whether rows of it are kept, if it comes to them."""
+        place = self._find(key)
+        return bool(self._window_starts[place] < self._window_ends[place])
 
     def find_live_chunks(self, chunk_rows: int) -> set[int]:
         """Of the log in chunks of so many rows, those that a request may still refer to, or come to by its prefix."""
@@ -192,18 +206,17 @@ class RowBook:
                 raise RowError(f"request {new.key!r} is resumed, and no step announced it as new")
             place = self._take_place()
             self._places[new.key] = place
-            self._captured[place] = new.captured
-            self._num_prompt_tokens[place] = new.num_prompt_tokens
+            self._window_starts[place], self._window_ends[place] = new.window
             self._num_rows[place] = 0
         self._num_blocks[place] = 0
         self._add_blocks({new.key: new.blocks})
 
     def _take_place(self) -> int:
         if not self._free_places:
-            used = len(self._captured)
+            used = len(self._num_rows)
             more = max(16, used)
-            self._captured = np.pad(self._captured, (0, more))
-            self._num_prompt_tokens = np.pad(self._num_prompt_tokens, (0, more))
+            self._window_starts = np.pad(self._window_starts, (0, more))
+            self._window_ends = np.pad(self._window_ends, (0, more))
             self._num_rows = np.pad(self._num_rows, (0, more))
             self._num_blocks = np.pad(self._num_blocks, (0, more))
             self._free_places = list(range(used + more - 1, used - 1, -1))
@@ -224,30 +237,27 @@ class RowBook:
         places = self._find_all(step.order)
         starts = _look_up(_merge_starts(step), step.order)
         counts = _look_up(step.scheduled, step.order)
-        kept = self._count_kept(places, starts, counts)
+        ends = starts + counts
+        # Of each request's positions, those in its window are written: first .. first + kept.
+        window_starts, window_ends = self._window_starts[places], self._window_ends[places]
+        firsts = np.minimum(np.maximum(starts, window_starts), window_ends)
+        kept = np.minimum(np.maximum(ends, window_starts), window_ends) - firsts
         first_row, written, computed = self._next_row, int(kept.sum()), int(counts.sum())
-        # One entry for each row of the buffer from here on.
-        positions, row_places = starts, places
-        if computed > len(places):
-            positions, row_places = _count_from(starts, counts), np.repeat(places, counts)
-        rows: Rows = np.arange(first_row, first_row + computed)
-        if written == computed:
-            indices = None
-            self._place_rows(places, starts, starts + counts)
-            self._rows.set(row_places, positions, rows)
-        else:
-            is_kept = positions < np.repeat(starts + kept, counts)
-            indices = np.flatnonzero(is_kept)
-            rows = np.where(is_kept, first_row + np.cumsum(is_kept) - 1, MISSING)
-            some = kept > 0
-            self._place_rows(places[some], starts[some], (starts + kept)[some])
-            self._rows.set(row_places[indices], positions[indices], rows[indices])
+        numbers: Rows = np.arange(first_row, first_row + written)
+        indices, rows = None, numbers
+        if written < computed:
+            # One entry for each row of the buffer.
+            indices = _count_from(np.cumsum(counts) - counts + firsts - starts, kept)
+            rows = np.full(computed, MISSING, dtype=np.int64)
+            rows[indices] = numbers
+        if written:
+            self._set_rows(places, firsts - window_starts, kept, numbers)
         if len(self._slot_rows):
-            self._require_blocks(places, starts + counts - 1)
+            self._require_blocks(places, ends - 1)
             # MISSING too, or a stale row would be found there later.
-            self._slot_rows[self._slots(row_places, positions)] = rows
+            self._slot_rows[self._slots(*_spread(places, starts, counts, computed))] = rows
         self._next_row += written
-        return Plan(indices, written, first_row, step.order, starts, kept)
+        return Plan(indices, written, first_row, step.order, firsts, kept)
 
     def _find_all(self, order: tuple[str, ...]) -> Rows:
         if order != self._last_order:
@@ -255,32 +265,42 @@ class RowBook:
             self._last_order = order
         return self._last_places
 
-    def _count_kept(self, places: Rows, starts: Rows, counts: Rows) -> Rows:
-        """Of each request's positions, how many are written: always the first ones."""
-        if self._prompt_only:
-            counts = np.clip(self._num_prompt_tokens[places] - starts, 0, counts)
-        return counts * self._captured[places]
+    def _set_rows(self, places: Rows, starts: Rows, counts: Rows, rows: Rows) -> None:
+        """Write entries start .. start + count of each list, which are its last: what was behind them is superseded.
 
-    def _place_rows(self, places: Rows, starts: Rows, ends: Rows) -> None:
-        """Room for positions start .. end, which are each list's last: what was behind them is superseded."""
+        A list of which the count is 0 stays as it is.
+        """
+        some = counts > 0
+        if not some.all():
+            places, starts, counts = places[some], starts[some], counts[some]
+        ends = starts + counts
+        for at in np.flatnonzero(self._num_rows[places] < starts).tolist():
+            self._fill_gap(int(places[at]), int(starts[at]))
         self._rows.make_room(places, ends)
-        known = self._num_rows[places]
-        for at in np.flatnonzero(known < starts).tolist():
-            gap = np.full(int(starts[at] - known[at]), MISSING, dtype=np.int64)
-            self._rows.set_list(int(places[at]), int(known[at]), gap)
         self._num_rows[places] = ends
+        self._rows.set(*_spread(places, starts, counts, len(rows)), rows)
+
+    def _fill_gap(self, place: int, end: int) -> None:
+        """The list has `end` entries at least: MISSING where it had none."""
+        known = int(self._num_rows[place])
+        if known < end:
+            self._rows.make_room(np.array([place]), np.array([end]))
+            self._rows.set_list(place, known, np.full(end - known, MISSING, dtype=np.int64))
+            self._num_rows[place] = end
 
     def _fill_from_cache(self, new: NewRequest) -> None:
         place = self._places[new.key]
-        if not self._captured[place] or not new.num_computed_tokens or not len(self._slot_rows):
+        start, end = int(self._window_starts[place]), min(int(self._window_ends[place]), new.num_computed_tokens)
+        if start >= end or not len(self._slot_rows):
             return
         self._require_blocks(np.array([place]), np.array([new.num_computed_tokens - 1]))
-        positions = np.arange(min(new.num_computed_tokens, int(self._num_rows[place])))
+        self._fill_gap(place, end - start)
+        positions = np.arange(start, end)
         places = np.full_like(positions, place)
         found = self._slot_rows[self._slots(places, positions)]
         # A resumed request may hit blocks whose rows are unknown, while its own rows of before are still right.
-        own = self._rows.get(places, positions)
-        self._rows.set(places, positions, np.where(own == MISSING, found, own))
+        own = self._rows.get(places, positions - start)
+        self._rows.set(places, positions - start, np.where(own == MISSING, found, own))
 
     def _slots(self, places: Rows, positions: Rows) -> Rows:
         blocks = self._blocks.get(places, positions // self._block_size)
@@ -313,6 +333,13 @@ def _look_up(values: Mapping[str, int], order: Sequence[str]) -> Rows:
         return np.fromiter(map(values.__getitem__, order), dtype=np.int64, count=len(order))
     except KeyError as error:
         raise RowError(f"the step's batch holds request {error.args[0]!r} and the step does not schedule it") from None
+
+
+def _spread(places: Rows, starts: Rows, counts: Rows, total: int) -> tuple[Rows, Rows]:
+    """The place and the position of start .. start + count of each, none of them empty; both `[total]`."""
+    if total == len(places):
+        return places, starts
+    return np.repeat(places, counts), _count_from(starts, counts)
 
 
 def _count_from(starts: Rows, counts: Rows) -> Rows:

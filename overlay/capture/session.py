@@ -26,7 +26,7 @@ from vllm_overlay.capture.options import read_options
 from vllm_overlay.capture.ranks import Place, Share, find_share
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.row_tokens import CHUNK_ROWS
-from vllm_overlay.capture.rows import NewRequest, RowBook, Step
+from vllm_overlay.capture.rows import NOTHING, NewRequest, RowBook, Step
 from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import Transfer, open_transfer
 from vllm_overlay.compat.releases import Seam, seam_for
@@ -137,6 +137,11 @@ class CaptureSession:
         )
         self._transfer = open_transfer(self._taps.buffer)
         logger.info("capturing layers %s into %s", self.layer_ids, self._settings.capture)
+
+    @property
+    def taps(self) -> Taps | None:
+        """The taps of the model; None before it is built."""
+        return self._taps
 
     def prepare_step(self, scheduler_output: Any) -> None:
         """Called before the model runs: make it seen when a tap does not fire."""
@@ -249,12 +254,10 @@ class CaptureSession:
 
     def _open_book(self, kv_cache_config: Any) -> RowBook:
         group = self._seam.full_attention_group(kv_cache_config)
-        prompt_only = self._settings.tokens == "prompt"
         if group is None:
-            return RowBook(block_size=1, num_slots=0, prompt_only=prompt_only)
+            return RowBook(block_size=1, num_slots=0)
         self._kv_group, block_size = group
-        num_slots = int(kv_cache_config.num_blocks) * block_size
-        return RowBook(block_size=block_size, num_slots=num_slots, prompt_only=prompt_only)
+        return RowBook(block_size=block_size, num_slots=int(kv_cache_config.num_blocks) * block_size)
 
     def _read_step(self, worker: Any, scheduler_output: Any) -> Step:
         assert self._book is not None
@@ -269,7 +272,7 @@ class CaptureSession:
         }
         for key in [key for key in cached.req_ids if key in resumed]:
             ours = more_blocks.pop(key, ())
-            new.append(NewRequest(key, 0, starts.pop(key), ours, self._book.is_captured(key), resumed=True))
+            new.append(NewRequest(key, starts.pop(key), ours, resumed=True))
         return Step(
             new=tuple(new),
             starts=starts,
@@ -281,26 +284,21 @@ class CaptureSession:
 
     def _begin(self, request: Any) -> NewRequest:
         assert self._book is not None
+        key, num_computed = request.req_id, request.num_computed_tokens
         blocks = tuple(request.block_ids[self._kv_group]) if request.block_ids else ()
-        if request.req_id in self._book:
+        if key in self._book:
             # Model Runner V2 is sent a pre-empted request again as if it were new.
-            captured = self._book.is_captured(request.req_id)
-            return NewRequest(request.req_id, 0, request.num_computed_tokens, blocks, captured, resumed=True)
-        request_id = self._seam.external_request_id(request.req_id)
-        options = read_options(request.sampling_params)
-        prompt = _prompt_tokens(request)
-        captured = self._recording and options.capture and self._is_sampled(request_id)
-        if captured:
-            facts = RequestFacts(request_id, prompt, options.tag, options.loss_spans, self._num_begun)
-            self._recorder.begin(request.req_id, facts)
-            self._num_begun += 1
-        return NewRequest(
-            request.req_id,
-            len(prompt),
-            request.num_computed_tokens,
-            blocks,
-            captured,
+            return NewRequest(key, num_computed, blocks, resumed=True)
+        request_id, prompt = self._seam.external_request_id(key), _prompt_tokens(request)
+        options = read_options(request.sampling_params, len(prompt), self._settings.tokens)
+        if not (self._recording and options.capture and self._is_sampled(request_id)):
+            return NewRequest(key, num_computed, blocks, NOTHING)
+        first = options.window.start
+        self._recorder.begin(
+            key, RequestFacts(request_id, prompt, options.tag, options.loss_spans, self._num_begun, first)
         )
+        self._num_begun += 1
+        return NewRequest(key, num_computed, blocks, options.window)
 
     def _is_sampled(self, request_id: str) -> bool:
         """Whether the request falls into the fraction to capture: the same answer for the same id, on every replica."""

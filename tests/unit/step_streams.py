@@ -39,18 +39,20 @@ class Setup:
     drafts: int
     depth: int
     runner: str  # V1 flags a resumed request, V2 announces it again as new
-    prompt_only: bool
     full_attention: bool
 
 
 @dataclass(eq=False)
 class Request:
-    """One request, as the scheduler knows it. `text` is the truth: the prompt, what the model generates, the end."""
+    """One request, as the scheduler knows it. `text` is the truth: the prompt, what the model generates, the end.
+
+    `wanted`: the positions whose states the user asked for.
+    """
 
     request_id: str
     num_prompt_tokens: int
     text: str
-    wants_capture: bool
+    wanted: range
     num_tokens: int  # prompt and generated tokens that the scheduler has seen
     computed: int = 0
     placeholders: int = 0  # tokens that steps under way will generate

@@ -33,7 +33,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("VLLM_OVERLAY_TOKENS", "some", "is not one of all, prompt"),
+        ("VLLM_OVERLAY_TOKENS", "some", "is not one of all, prompt, last"),
         ("VLLM_OVERLAY_POLICY", "lax", "is not one of strict, warn"),
         ("VLLM_OVERLAY_DTYPE", "int4", "is not one of auto"),
         ("VLLM_OVERLAY_SAMPLE", "1.5", "is not a fraction between 0 and 1"),
@@ -47,6 +47,11 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
 def test_values_out_of_range_name_the_variable(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         read_settings({name: value})
+
+
+@pytest.mark.parametrize("tokens", ["all", "prompt", "last"])
+def test_which_rows_are_kept(tokens: str) -> None:
+    assert read_settings({"VLLM_OVERLAY_TOKENS": tokens}).tokens == tokens
 
 
 def test_layers_keep_the_order_asked_for() -> None:

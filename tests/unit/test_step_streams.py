@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.unit.step_streams import END, Entry, Request, ScheduledStep, Scheduler, Setup
 from vllm_overlay.capture.finished import FinishedRequest, close_workers
-from vllm_overlay.capture.rows import MISSING, NewRequest, Plan, RowBook, Rows, Step
+from vllm_overlay.capture.rows import MISSING, NOTHING, WHOLE, NewRequest, Plan, RowBook, Rows, Step, Window
 
 LENGTHS, OWN_LENGTHS = (1, 3, 4, 8, 17), (0, 1, 5, 16)  # of shared beginnings, and behind them
 MAX_OUTPUT, MAX_DRAFTS, MAX_DEPTH = 9, 3, 3
@@ -32,17 +32,30 @@ ORDERS: Mapping[str, Callable[[list[Entry]], list[Entry]]] = {  # of rows in the
     "first one last": lambda entries: entries[1:] + entries[:1],
 }
 
+WINDOWS: Mapping[str, Callable[[int], range]] = {  # of positions wanted, by the length of the prompt
+    "all": lambda prompt: range(*WHOLE),
+    "off": lambda prompt: range(0),
+    "prompt": lambda prompt: range(prompt),
+    "last": lambda prompt: range(prompt - 1, prompt),
+    "from 2 to 7": lambda prompt: range(2, 7),
+    "around the end of the prompt": lambda prompt: range(max(0, prompt - 3), prompt + 2),
+    "from the second generated token": lambda prompt: range(prompt + 1, WHOLE.end),
+}
+
 
 @dataclass(frozen=True)
 class Add:
-    """A request of a number that is not in use. Prompts share a beginning; what is generated repeats the last token."""
+    """A request of a number that is not in use. Prompts share a beginning; what is generated repeats the last token.
+
+    `window` is one of WINDOWS.
+    """
 
     number: int
     shared: int
     own: int
     letter: str
     outputs: int
-    captured: bool
+    window: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,7 @@ class Worker:
     log: list[str] = field(default_factory=list)
     slots: dict[tuple[int, int], Kv] = field(default_factory=dict)
     live: dict[str, Request] = field(default_factory=dict)
+    wanted: dict[str, range] = field(default_factory=dict)  # positions to capture
     known: dict[str, set[int]] = field(default_factory=dict)  # positions of which a captured row exists
     reached: dict[str, int] = field(default_factory=dict)  # positions computed since the last pre-emption
     last_ended: int = 0  # serial
@@ -118,10 +132,10 @@ class Worker:
         if key not in self.book:
             return
         if self.book.is_captured(key):
-            num_rows = fact.num_tokens - 1
+            num_positions = fact.num_tokens - 1
             if fact.reason == "abort":
-                num_rows = min(num_rows, self.book.count_positions(key))
-            self._check_record(key, self.book.find_rows(key, num_rows))
+                num_positions = min(num_positions, self.book.count_positions(key))
+            self._check_record(key, self.book.find_rows(key, num_positions))
         self.book.forget(key)
         del self.live[key]
 
@@ -141,15 +155,15 @@ class Worker:
         request, key = entry.request, entry.request.request_id
         resumed = key in self.book if self.setup.runner == "V2" else entry.kind == "resumed"
         if resumed:
-            return NewRequest(key, 0, entry.start, entry.blocks, self.book.is_captured(key), resumed=True)
+            return NewRequest(key, entry.start, entry.blocks, resumed=True)
         assert key not in self.live
         self.live[key], self.known[key] = request, set()
-        captured = self.recording and request.wants_capture
-        return NewRequest(key, request.num_prompt_tokens, entry.start, entry.blocks, captured)
+        self.wanted[key] = request.wanted if self.recording else range(0)
+        window = Window(self.wanted[key].start, self.wanted[key].stop)
+        return NewRequest(key, entry.start, entry.blocks, window if self.recording else NOTHING)
 
     def _is_kept(self, request: Request, position: int) -> bool:
-        wanted = not self.setup.prompt_only or position < request.num_prompt_tokens
-        return wanted and self.book.is_captured(request.request_id)
+        return position in self.wanted[request.request_id]
 
     def _compute(self, step: ScheduledStep) -> None:
         """The model runs: blocks are copied, slots filled, and attention reads every slot before a computed one."""
@@ -170,31 +184,34 @@ class Worker:
         taken = buffer[: plan.count] if plan.indices is None else [buffer[index] for index in plan.indices]
         assert plan.first_row == len(self.log)
         assert len(taken) == plan.count
-        assert taken == [e.code(p) for e in entries for p in range(e.start, e.end) if self._is_kept(e.request, p)]
+        kept = [(e, p) for e in entries for p in range(e.start, e.end) if self._is_kept(e.request, p)]
+        assert taken == [entry.code(position) for entry, position in kept]
+        named = [(span.key, span.start + step) for span in plan.spans for step in range(span.length)]
+        assert named == [(entry.request.request_id, position) for entry, position in kept]
         self.log += taken
 
     def _expect(self, entry: Entry) -> None:
         known = self.known[entry.request.request_id]
         size = self.setup.block_size
         if entry.kind != "running" and self.setup.full_attention:
-            known.update(p for p in range(entry.start) if self.slots[entry.table[p // size], p % size].captured)
+            cached = [p for p in range(entry.start) if self._is_kept(entry.request, p)]
+            known.update(p for p in cached if self.slots[entry.table[p // size], p % size].captured)
         known.update(p for p in range(entry.start, entry.end) if self._is_kept(entry.request, p))
         self.reached[entry.request.request_id] = entry.end
 
     def _check_record(self, key: str, rows: Rows) -> None:
-        request, known = self.live[key], self.known[key]
+        request, known, wanted = self.live[key], self.known[key], self.wanted[key]
         assert request.reason is not None, f"a record of {key}, which has not ended"
-        length = request.num_tokens - 1
-        if self.setup.prompt_only:
-            length = min(length, request.num_prompt_tokens)
+        length = len(wanted[: max(0, request.num_tokens - 1 - wanted.start)])
         assert rows.max(initial=MISSING) < len(self.log), (key, rows, len(self.log))
         found = ["MISSING" if row == MISSING else self.log[row] for row in rows]
         if request.reason == "abort":
             # A resumed request that is aborted may have lost the rows that it had not come to again.
-            at_least = max((p + 1 for p in known if p < min(length, self.reached[key])), default=0)
+            sure = [p for p in known if p < min(request.num_tokens - 1, self.reached[key])]
+            at_least = max((p + 1 - wanted.start for p in sure), default=0)
             assert at_least <= len(rows) <= length, (key, at_least, len(rows), length)
             length = len(rows)
-        assert found == [request.prefix(p + 1) if p in known else "MISSING" for p in range(length)], key
+        assert found == [request.prefix(p + 1) if p in known else "MISSING" for p in wanted[:length]], key
 
 
 @dataclass
@@ -211,12 +228,12 @@ class Executor:
 def make_request(add: Add, request_id: str) -> Request:
     prompt = "a" * add.shared + add.letter * add.own
     text = prompt + prompt[-1] * (add.outputs - 1) + END
-    return Request(request_id, len(prompt), text, add.captured, num_tokens=len(prompt))
+    return Request(request_id, len(prompt), text, WINDOWS[add.window](len(prompt)), num_tokens=len(prompt))
 
 
 def open_engine(setup: Setup, make_book: Callable[..., RowBook]) -> tuple[Scheduler, Worker]:
     num_slots = setup.num_blocks * setup.block_size if setup.full_attention else 0
-    book = make_book(block_size=setup.block_size, num_slots=num_slots, prompt_only=setup.prompt_only)
+    book = make_book(block_size=setup.block_size, num_slots=num_slots)
     return Scheduler(setup), Worker(setup, book)
 
 
@@ -271,12 +288,12 @@ def setups(draw: st.DrawFn) -> Setup:
         drafts=0 if depth > 1 else draw(st.integers(0, MAX_DRAFTS)),  # both at once are refused by CaptureSession
         depth=depth,
         runner=draw(st.sampled_from(["V1", "V2"])),
-        prompt_only=draw(st.sampled_from([False, False, True])),
         full_attention=draw(st.sampled_from([True, True, True, False])),
     )
 
 
-ADDS = [Add(*facts) for facts in product(range(8), LENGTHS, OWN_LENGTHS, "ab", (1, 3, MAX_OUTPUT), (True, False))]
+KINDS = ("all", "all", "all", "off", *WINDOWS)  # whole requests are half of them
+ADDS = [Add(*facts) for facts in product(range(8), LENGTHS, OWN_LENGTHS, "ab", (1, 3, MAX_OUTPUT), KINDS)]
 COMPUTES = [Compute(*facts) for facts in product(ORDERS, range(MAX_DRAFTS + 1))]
 RARE = [*map(Preempt, range(5)), *map(Abort, range(3)), SwitchCapture(False), SwitchCapture(True), SwitchCapture(True)]
 # One choice of a long list for each action: drawing its fields one by one takes most of the test's time.
@@ -300,7 +317,7 @@ def test_any_stream_of_steps_gives_every_position_the_state_computed_for_it(stre
 def test_a_step_without_tokens_is_accounted_for() -> None:
     """CaptureSession does not plan one. Nobody who does should see the batch of the step before."""
     book = RowBook(block_size=4, num_slots=64)
-    book.plan(Step((NewRequest("a", 4, 0, (1,), True),), {}, {}, {"a": 4}, ("a",)))
+    book.plan(Step((NewRequest("a", 0, (1,), WHOLE),), {}, {}, {"a": 4}, ("a",)))
     book.forget("a")
     plan = book.plan(Step((), {}, {}, {}, ()))
     assert (plan.count, plan.first_row) == (0, 4)
@@ -314,10 +331,9 @@ PLAIN = Setup(
     drafts=0,
     depth=1,
     runner="V1",
-    prompt_only=False,
     full_attention=True,
 )
-FIRST, SECOND = Add(0, 8, 0, "a", 2, True), Add(0, 4, 0, "a", 9, True)
+FIRST, SECOND = Add(0, 8, 0, "a", 2, "all"), Add(0, 4, 0, "a", 9, "all")
 
 
 def run_first_to_its_end() -> tuple[Scheduler, Worker]:
@@ -345,6 +361,18 @@ def test_an_id_used_again_is_under_way_when_the_engine_closes() -> None:
     close(scheduler, worker)
 
 
+class KnowsWindows(RowBook):
+    """No fault: a book that remembers each request's window, for faults of certain positions."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._windows: dict[str, Window] = {}
+
+    def plan(self, step: Step) -> Plan:
+        self._windows.update({new.key: new.window for new in step.new if not new.resumed})
+        return super().plan(step)
+
+
 class IgnoresOrderOfBatch(RowBook):
     """Numbers rows in the order of scheduling, whatever their order in the buffer."""
 
@@ -364,12 +392,12 @@ class OneTooHighAfterReorder(RowBook):
             self._moved.update(step.order)
         return super().plan(step)
 
-    def find_rows(self, key: str, num_rows: int) -> Rows:
-        rows = super().find_rows(key, num_rows)
+    def find_rows(self, key: str, num_positions: int) -> Rows:
+        rows = super().find_rows(key, num_positions)
         return np.where((rows != MISSING) & (key in self._moved), rows + 1, rows)
 
 
-class SlotOfPositionBefore(RowBook):
+class SlotOfPositionBefore(KnowsWindows):
     """Reads the rows of a cached prefix one slot too low."""
 
     def __init__(self, **options: Any) -> None:
@@ -380,14 +408,14 @@ class SlotOfPositionBefore(RowBook):
         self._cached.update({new.key: new.num_computed_tokens for new in step.new if not new.resumed})
         return super().plan(step)
 
-    def find_rows(self, key: str, num_rows: int) -> Rows:
-        rows = super().find_rows(key, num_rows)
-        end = min(self._cached[key], len(rows))
+    def find_rows(self, key: str, num_positions: int) -> Rows:
+        rows = super().find_rows(key, num_positions)
+        end = max(0, min(self._cached[key] - self._windows[key].start, len(rows)))
         rows[1:end] = rows[: max(0, end - 1)].copy()
         return rows
 
 
-class KeepsSupersededRow(RowBook):
+class KeepsSupersededRow(KnowsWindows):
     """The first row of a position stays when a draft there was rejected and the position is computed again."""
 
     def __init__(self, **options: Any) -> None:
@@ -396,36 +424,34 @@ class KeepsSupersededRow(RowBook):
 
     def plan(self, step: Step) -> Plan:
         for key, start in step.starts.items():
-            before = self.find_rows(key, start + 1)[start:]
-            if len(before) and before[0] != MISSING:
+            before = self.find_rows(key, start + 1)[max(0, start - self._windows[key].start) :]
+            if start in range(*self._windows[key]) and before[0] != MISSING:
                 self._first[key, start] = int(before[0])
         return super().plan(step)
 
-    def find_rows(self, key: str, num_rows: int) -> Rows:
-        rows = super().find_rows(key, num_rows)
-        return np.array([self._first.get((key, p), row) for p, row in enumerate(rows)], dtype=np.int64)
+    def find_rows(self, key: str, num_positions: int) -> Rows:
+        rows = super().find_rows(key, num_positions)
+        positions = range(self._windows[key].start, WHOLE.end)
+        return np.array(
+            [self._first.get((key, p), row) for p, row in zip(positions, rows, strict=False)], dtype=np.int64
+        )
 
     def forget(self, key: str) -> None:
         super().forget(key)
         self._first = {place: row for place, row in self._first.items() if place[0] != key}
 
 
-class ForgetsAtResumption(RowBook):
+class ForgetsAtResumption(KnowsWindows):
     """A resumed request begins as if it were new, without its rows of before."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._prompts: dict[str, int] = {}
 
     def plan(self, step: Step) -> Plan:
         return super().plan(replace(step, new=tuple(self._begin_anew(new) for new in step.new)))
 
     def _begin_anew(self, new: NewRequest) -> NewRequest:
         if not new.resumed:
-            self._prompts[new.key] = new.num_prompt_tokens
             return new
         self.forget(new.key)
-        return replace(new, num_prompt_tokens=self._prompts[new.key], resumed=False)
+        return replace(new, window=self._windows[new.key], resumed=False)
 
 
 class IgnoresCopies(RowBook):
@@ -439,13 +465,16 @@ class KeepsRowsUnderUncaptured(RowBook):
     """A block filled by an uncaptured request still stands for the rows of what it held before."""
 
     def plan(self, step: Step) -> Plan:
-        new = tuple(each if each.captured else replace(each, blocks=(0,) * len(each.blocks)) for each in step.new)
-        captured = {each.key: each.captured for each in step.new}
+        new = tuple(
+            each if self._captures(each) else replace(each, blocks=(0,) * len(each.blocks)) for each in step.new
+        )
         more = {
-            key: blocks if captured.get(key, key in self and self.is_captured(key)) else (0,) * len(blocks)
-            for key, blocks in step.more_blocks.items()
+            key: blocks if self.is_captured(key) else (0,) * len(blocks) for key, blocks in step.more_blocks.items()
         }
         return super().plan(replace(step, new=new, more_blocks=more))
+
+    def _captures(self, new: NewRequest) -> bool:
+        return self.is_captured(new.key) if new.resumed else new.window != NOTHING
 
 
 class IgnoresHolesInBuffer(RowBook):
@@ -453,6 +482,57 @@ class IgnoresHolesInBuffer(RowBook):
 
     def plan(self, step: Step) -> Plan:
         return replace(super().plan(step), indices=None)
+
+
+class BeginsWindowOneTooLate(RowBook):
+    """The first position of a window that begins behind the request's is not written."""
+
+    def plan(self, step: Step) -> Plan:
+        return super().plan(replace(step, new=tuple(self._narrow(new) for new in step.new)))
+
+    def _narrow(self, new: NewRequest) -> NewRequest:
+        start, end = new.window
+        return replace(new, window=Window(start + 1, end)) if start else new
+
+
+class EndsWindowOneTooLate(RowBook):
+    """The position behind a window is written too."""
+
+    def plan(self, step: Step) -> Plan:
+        return super().plan(replace(step, new=tuple(self._widen(new) for new in step.new)))
+
+    def _widen(self, new: NewRequest) -> NewRequest:
+        return replace(new, window=Window(new.window.start, new.window.end + 1)) if new.window != NOTHING else new
+
+
+class TakesFirstRowsOfRequest(RowBook):
+    """Takes as many rows out of the buffer as there are to write, from where the request begins and not its window."""
+
+    def plan(self, step: Step) -> Plan:
+        plan = super().plan(step)
+        if plan.indices is None:
+            return plan
+        counts = [step.scheduled[key] for key in step.order]
+        begins = np.cumsum(counts) - counts
+        taken = [begin + n for begin, kept in zip(begins, plan.lengths, strict=True) for n in range(kept)]
+        return replace(plan, indices=np.array(taken, dtype=np.int64))
+
+
+class CountsWindowFromRequest(KnowsWindows):
+    """Takes as many rows for a window as its last position says, as if it began with the request."""
+
+    def find_rows(self, key: str, num_positions: int) -> Rows:
+        return super().find_rows(key, num_positions + self._windows[key].start)
+
+
+class KeepsRowsAroundWindow(RowBook):
+    """A slot filled by a position outside of its request's window still stands for the row of what it held before."""
+
+    def plan(self, step: Step) -> Plan:
+        before = self._slot_rows.copy()
+        plan = super().plan(step)
+        self._slot_rows = np.where(self._slot_rows == MISSING, before, self._slot_rows)
+        return plan
 
 
 PLANTED = [
@@ -464,6 +544,11 @@ PLANTED = [
     IgnoresCopies,
     KeepsRowsUnderUncaptured,
     IgnoresHolesInBuffer,
+    BeginsWindowOneTooLate,
+    EndsWindowOneTooLate,
+    TakesFirstRowsOfRequest,
+    CountsWindowFromRequest,
+    KeepsRowsAroundWindow,
 ]
 
 
@@ -477,6 +562,6 @@ def goes_wrong(stream: Stream, make_book: Callable[..., RowBook]) -> bool:
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_same_search_finds_a_planted_fault(fault: type[RowBook]) -> None:
-    """Planted at RowBook's interface: in the step that it is given or in what it answers. `find` raises if it fails."""
+    """Planted in the step that a RowBook is given, in what it answers or in its slots. `find` raises if it fails."""
     search = settings(max_examples=NUM_EXAMPLES, deadline=None, database=None, phases=[Phase.generate])
     find(STREAMS, lambda stream: goes_wrong(stream, fault), settings=search)

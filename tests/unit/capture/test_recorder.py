@@ -53,6 +53,56 @@ def test_a_record_has_prompt_and_generated_tokens_and_its_mask(recorder: Recorde
         assert (record.num_prompt_tokens, record.tag, record.finish_reason) == (2, "tag", "stop")
 
 
+@pytest.mark.parametrize(
+    ("first", "tokens", "num_prompt_tokens", "mask"),
+    [
+        (1, [8], 1, [True]),
+        (1, [8, 9, 5], 1, [True, True, False]),
+        (2, [9, 5], 0, [True, False]),
+        (3, [5], 0, [False]),
+    ],
+)
+def test_a_windows_record_is_of_its_own_positions(
+    recorder: Recorder, tmp_path: Path, first: int, tokens: list[int], num_prompt_tokens: int, mask: list[bool]
+) -> None:
+    """Of a prompt 7, 8 and what was generated behind it; positions 1 and 2 are under the loss."""
+    rows = torch.randn(len(tokens), 2, 4)
+    recorder.begin("key", RequestFacts("r", np.array([7, 8]), None, ((1, 3),), first_position=first))
+    send(recorder, rows.clone(), tokens, start=first)
+    recorder.finish("key", np.arange(len(tokens)), "stop")
+    recorder.close()
+    with Store.open(tmp_path / "store") as store:
+        record = store["r"]
+        assert record.first_position == first
+        assert record.token_ids.tolist() == tokens
+        assert record.hidden_states.equal(rows)
+        assert record.num_prompt_tokens == num_prompt_tokens
+        assert record.loss_mask is not None and record.loss_mask.tolist() == mask
+        assert record.complete
+
+
+def test_a_token_in_a_window_that_is_not_the_prompts_is_refused(recorder: Recorder) -> None:
+    """9 is the prompt's token at position 0 of the record, and not at position 2 of the prompt."""
+    recorder.begin("key", RequestFacts("r", np.array([9, 7, 8]), None, None, first_position=2))
+    send(recorder, torch.randn(1, 2, 4), [9], start=2)
+    recorder.finish("key", np.arange(1), "stop")
+    with pytest.raises(CaptureError, match="'r', position 2: expected the prompt's token 8, found 9"):
+        recorder.flush()
+
+
+@pytest.mark.parametrize(("reason", "said"), [("stop", 1), ("abort", 0)])
+def test_a_request_that_ends_before_its_window_has_no_record(
+    recorder: Recorder, tmp_path: Path, reason: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.begin("key", RequestFacts("r", np.array([7, 8]), None, None, first_position=50))
+    recorder.finish("key", np.arange(0), reason)
+    recorder.close()
+    assert caplog.messages == ["request 'r' ended before position 50, where its window begins: it has no record"] * said
+    assert recorder.statistics.num_records == 0
+    with Store.open(tmp_path / "store") as store:
+        assert len(store) == 0
+
+
 def test_a_close_that_a_signal_interrupted_is_finished_by_the_next(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

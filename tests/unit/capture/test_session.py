@@ -9,7 +9,7 @@ import pytest
 
 from vllm_overlay.capture import session as session_module
 from vllm_overlay.capture.finished import FinishedRequest
-from vllm_overlay.capture.rows import NewRequest, RowBook, Step
+from vllm_overlay.capture.rows import WHOLE, NewRequest, RowBook, Step
 from vllm_overlay.capture.session import CaptureSession
 
 
@@ -48,7 +48,7 @@ def test_a_step_is_taken_apart_by_what_each_request_is() -> None:
     """`b` was pre-empted and comes back: its blocks are new ones, those of `c` are more."""
     session: Any = CaptureSession.__new__(CaptureSession)
     session._kv_group = 1
-    session._book = SimpleNamespace(is_captured=lambda key: key == "b")
+    session._book = RowBook(block_size=4, num_slots=0)
     session._seam = SimpleNamespace(
         resumed_requests=lambda cached: {"b", "elsewhere"},
         step_order=lambda worker: ("c", "a", "b"),
@@ -61,7 +61,7 @@ def test_a_step_is_taken_apart_by_what_each_request_is() -> None:
     step = session._read_step(
         None, SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=[], num_scheduled_tokens=scheduled)
     )
-    resumed = NewRequest("b", 0, 4, (5, 6), captured=True, resumed=True)
+    resumed = NewRequest("b", 4, (5, 6), resumed=True)
     assert step == Step((resumed,), {"a": 7, "c": 16}, {"c": (9,)}, scheduled, ("c", "a", "b"), [(1, 2)])
 
 
@@ -76,7 +76,7 @@ def test_tokens_that_nothing_refers_to_are_dropped_now_and_then(monkeypatch: pyt
     session._recorder = SimpleNamespace(keep_tokens=lambda chunks: kept.append((book.num_rows, chunks)))
     for number in range(10):
         key = str(number)
-        book.plan(Step((NewRequest(key, 4, 0, (number % 3,), captured=True),), {}, {}, {key: 4}, (key,)))
+        book.plan(Step((NewRequest(key, 0, (number % 3,), WHOLE),), {}, {}, {key: 4}, (key,)))
         session._drop_old_tokens(book)
         book.forget(key)
     assert kept == [(8, {0, 1, 2}), (20, {2, 3, 4, 5}), (36, {6, 7, 8, 9})]
