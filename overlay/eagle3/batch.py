@@ -19,13 +19,14 @@ class Document:
 
     token_ids: int64 [T]. features: [T, 3, target_hidden]. final_states: [T, target_hidden], layer id N, before the
     final norm.
-    loss_mask: bool [T], True at the tokens whose states are targets.
+    loss_mask: bool [T], True at the tokens whose states are targets. first_position: of the first token in its request.
     """
 
     token_ids: torch.Tensor
     features: torch.Tensor
     final_states: torch.Tensor
     loss_mask: torch.Tensor
+    first_position: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
     start_of_token = torch.repeat_interleave(starts, torch.tensor(lengths))
     stop_of_token = start_of_token + torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
     token_numbers = torch.arange(total)
+    first_positions = torch.tensor([document.first_position for document in documents])
+    first_of_token = torch.repeat_interleave(first_positions, torch.tensor(lengths))
 
     # A shift past the document's end finds nothing to score; the clamp only keeps the index legal.
     shifted = [token_numbers + 1 + step for step in range(steps)]
@@ -89,7 +92,7 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
     return Batch(
         features=features,
         next_tokens=token_ids[clamped[0]].to(device),
-        positions=(token_numbers - start_of_token).to(device),
+        positions=(token_numbers - start_of_token + first_of_token).to(device),
         rows=rows.to(device),
         spans=make_spans(rows, starts.tolist()),
         row_tokens=[token_ids[safe[rows]].to(device) for safe in clamped],

@@ -20,7 +20,7 @@ class Entry:
     """One usable record: where it is, and what is small enough to keep in memory.
 
     token_ids: int64 [T]; loss_mask: bool [T]; both cut to the longest length allowed.
-    num_prompt_tokens: of the record, not cut.
+    num_prompt_tokens: of the record, not cut. first_position: where it begins in its request, 0 but for windows.
     """
 
     store: int
@@ -29,6 +29,7 @@ class Entry:
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     num_prompt_tokens: int
+    first_position: int
 
     @property
     def num_tokens(self) -> int:
@@ -66,16 +67,16 @@ class Corpus:
         """Changes when a record, a token or a mask does: an exact resume needs the same data."""
         digest = hashlib.sha256()
         for entry in self.entries:
-            digest.update(f"{entry.store}/{entry.index}/{entry.key}/{entry.num_tokens}\n".encode())
+            place = f"{entry.first_position}+{entry.num_tokens}"
+            digest.update(f"{entry.store}/{entry.index}/{entry.key}/{place}\n".encode())
             digest.update(entry.token_ids.numpy().tobytes() + entry.loss_mask.numpy().tobytes())
         return digest.hexdigest()
 
     def document(self, entry: Entry) -> Document:
         """Read the states of one record, in the store's dtype."""
         states = self.stores[entry.store][entry.index].hidden_states[: entry.num_tokens]  # [T, layers, hidden]
-        return Document(
-            entry.token_ids, states[:, self._feature_columns], states[:, self._final_column], entry.loss_mask
-        )
+        features, final = states[:, self._feature_columns], states[:, self._final_column]
+        return Document(entry.token_ids, features, final, entry.loss_mask, entry.first_position)
 
     def close(self) -> None:
         for store in self.stores:
@@ -151,7 +152,8 @@ def _read_entry(record: Record, store: int, index: int, max_length: int) -> Entr
     if mask is None:
         mask = torch.arange(len(record.token_ids)) >= record.num_prompt_tokens
     key = f"{record.request_id}/{record.tag or ''}"
-    return Entry(store, index, key, token_ids, mask[:max_length].clone().bool(), record.num_prompt_tokens)
+    loss_mask = mask[:max_length].clone().bool()
+    return Entry(store, index, key, token_ids, loss_mask, record.num_prompt_tokens, record.first_position)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
