@@ -441,7 +441,8 @@ def _say_data(
     say(
         f"records: {len(training)} to train on ({sum(entry.num_tokens for entry in training)} tokens), {len(held_out)} "
         f"held out; skipped {skipped.incomplete} incomplete and {skipped.unmasked} with nothing to learn; "
-        f"{skipped.truncated} cut to the longest length"
+        f"{skipped.truncated} cut to the longest length; "
+        f"{sum(entry.first_position > 0 for entry in corpus.entries)} begin within their request (windows)"
     )
     covered = int(counted[vocabulary.ids].sum()) / max(int(counted.sum()), 1)
     say(f"draft vocabulary: {len(vocabulary)} of {vocabulary.vocab_size} tokens, {covered:.2%} of the text to learn")
