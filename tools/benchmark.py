@@ -1,7 +1,7 @@
 """What capture costs: tokens/s of the same vLLM with capture on, over off, for prefill and for decode, in one run.
 
-usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 6] [--output FILE.json]
-       [-- vLLM engine options]
+usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 6] [--native]
+       [--output FILE.json] [-- vLLM engine options]
 
 Two engines, each in a process of its own, one with capture on and one without, are alive at the same time and take
 turns: off, on, on, off, and so on. A shared machine changes its speed by a third within minutes, which comparing one
@@ -10,11 +10,15 @@ engines of a pair get the same prompts, every pair fresh ones (the prefix cache 
 and is not counted. A round with capture ends when its records are in the store. The figure is the median of the pairs'
 quotients. The stores are written below --store (default: a temporary folder) and removed. At the end, without vLLM,
 what the accounting of such a decode step takes on the host, in microseconds: tools/step_cost.py says of which parts.
+
+With --native a third engine takes its turn, with vLLM's own `extract_hidden_states` (from 0.22 on) for the same layers:
+it keeps the rows of the prompts only. Its round ends when its files are written; they are then removed.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -24,12 +28,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SIDES = ("off", "on")
+NATIVE = "native"
+
+# Returns when what a round captured is on disk.
+EndRound = Callable[[list[Any]], object]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Side:
 
     def __init__(self, name: str, store: str, args: argparse.Namespace, engine_options: list[str]) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_OVERLAY")}
+        if name == NATIVE:
+            engine_options = [*engine_options, *extract_natively(args, store)]
         if name == "on":
             environment |= {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": store, "VLLM_OVERLAY_LAYERS": args.layers}
         command = [sys.executable, __file__, "--serve-side", name, "--model", args.model, "--", *engine_options]
@@ -110,7 +121,8 @@ def main() -> int:
     parser.add_argument("--layers", default="eagle3", help="layers to capture (default: eagle3)")
     parser.add_argument("--store", help="folder for the store (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON too")
-    parser.add_argument("--serve-side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--native", action="store_true", help="measure vLLM's own extract_hidden_states as well")
+    parser.add_argument("--serve-side", choices=(*SIDES, NATIVE), help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     if args.serve_side:
         return _serve(args, engine_options)
@@ -135,12 +147,12 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, A
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store))
         # One after the other: on a GPU, vLLM measures free memory while it starts.
-        sides = {name: stack.enter_context(Side(name, f"{folder}/store", args, engine_options)) for name in SIDES}
+        names = (*SIDES, NATIVE) if args.native else SIDES
+        sides = {name: stack.enter_context(Side(name, f"{folder}/{name}", args, engine_options)) for name in names}
         report["versions"] = sides["on"].facts
         for name in ("prefill", "decode"):
             report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
-        sides["off"].end()
-        report["capture"] = sides["on"].end()
+        report["capture"] = [side.end() for side in sides.values()][SIDES.index("on")]
         decode = Workload.parse(args.decode)
         costs = measure(Path(folder) / "step-cost", decode.requests, decode.tokens_in, decode.tokens_out)
         report["host_microseconds_per_decode_step"] = {part: round(cost, 1) for part, cost in costs.items()}
@@ -150,20 +162,19 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, A
 def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rounds: int) -> dict[str, Any]:
     pairs = []
     for number in range(rounds + 1):
-        order = SIDES if number % 2 else SIDES[::-1]
+        order = list(sides) if number % 2 else list(sides)[::-1]
         speeds = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
         print(f"{name}, pair {number}: {speeds}, {speeds['on'] / speeds['off']:.3f}", file=sys.stderr)
         pairs.append(speeds)
     counted = pairs[1:]
-    quotients = [pair["on"] / pair["off"] for pair in counted]
-    return {
-        "tokens_per_second_off": round(statistics.median(pair["off"] for pair in counted), 1),
-        "tokens_per_second_on": round(statistics.median(pair["on"] for pair in counted), 1),
-        "on_over_off": round(statistics.median(quotients), 4),
-        "on_over_off_of_each_pair": [round(quotient, 3) for quotient in quotients],
-        "rounds_off": [round(pair["off"], 1) for pair in counted],
-        "rounds_on": [round(pair["on"], 1) for pair in counted],
-    }
+    report: dict[str, Any] = {}
+    for side in sides:
+        report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side] for pair in counted), 1)
+    for side in [side for side in sides if side != "off"]:
+        quotients = [pair[side] / pair["off"] for pair in counted]
+        report[f"{side}_over_off"] = round(statistics.median(quotients), 4)
+        report[f"{side}_over_off_of_each_pair"] = [round(quotient, 3) for quotient in quotients]
+    return report | {f"rounds_{side}": [round(pair[side], 1) for pair in counted] for side in sides}
 
 
 def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
@@ -177,7 +188,11 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
     from vllm_overlay.offline.engine import build_engine, shut_down
 
     llm = build_engine(args.model, engine_options)
-    captures = args.serve_side == "on"
+    ends: dict[str, EndRound] = {
+        "off": lambda outputs: None,
+        "on": lambda outputs: llm.collective_rpc("overlay_flush"),
+        NATIVE: wait_for_native_files,
+    }
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "device": device}), file=answers)
     try:
@@ -185,16 +200,16 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
             message = json.loads(line)
             if "end" in message:
                 break
-            seconds = _time_round(llm, Workload(*message["round"]), message["seed"], captures=captures)
+            seconds = _time_round(llm, Workload(*message["round"]), message["seed"], ends[args.serve_side])
             print(json.dumps({"seconds": seconds}), file=answers)
-        counts = llm.collective_rpc("overlay_flush")[0] if captures else {}
+        counts = llm.collective_rpc("overlay_flush")[0] if args.serve_side == "on" else {}
     finally:
         shut_down(llm)
     print(json.dumps(counts), file=answers)
     return 0
 
 
-def _time_round(llm: Any, workload: Workload, seed: int, *, captures: bool) -> float:
+def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) -> float:
     from vllm import SamplingParams
 
     generator = random.Random(seed)
@@ -205,10 +220,49 @@ def _time_round(llm: Any, workload: Workload, seed: int, *, captures: bool) -> f
     ]
     params = SamplingParams(max_tokens=workload.tokens_out, temperature=0.0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    if captures:
-        llm.collective_rpc("overlay_flush")
-    return time.perf_counter() - started
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    end_round(outputs)
+    seconds = time.perf_counter() - started
+    remove_native_files(outputs)
+    return seconds
+
+
+def extract_natively(args: argparse.Namespace, folder: str) -> list[str]:
+    """The engine options for vLLM's own extraction of the layers of --layers into this folder."""
+    from vllm_overlay.layer_ids import resolve_layer_ids
+
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    layer_ids = list(resolve_layer_ids(args.layers, config["num_hidden_layers"]))
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
+    method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
+    connector = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(connector)]
+
+
+def list_native_files(outputs: list[Any]) -> list[Path]:
+    """The files of the requests that vLLM's own extraction wrote for; none for those of another side."""
+    parameters = [output.kv_transfer_params for output in outputs]
+    return [Path(each["hidden_states_path"]) for each in parameters if each]
+
+
+def wait_for_native_files(outputs: list[Any]) -> None:
+    """A file is written while its lock is held."""
+    files = list_native_files(outputs)
+    if len(files) < len(outputs):
+        raise SystemExit(f"benchmark: vLLM wrote {len(files)} files of hidden states for {len(outputs)} requests")
+    for file in files:
+        with Path(f"{file}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def remove_native_files(outputs: list[Any]) -> None:
+    for file in list_native_files(outputs):
+        file.unlink()
+        Path(f"{file}.lock").unlink()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ decoder layers, id N the stream before the final norm.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +66,12 @@ class Taps:
 
         One element of a row is enough, and cheap.
         """
-        self.buffer[..., 0].fill_(float("nan"))
+        self._first_elements.fill_(math.nan)
+
+    @functools.cached_property
+    def _first_elements(self) -> torch.Tensor:
+        """`[max tokens a step, layers]`. Kept: on a GPU making the view costs the step as much as filling it."""
+        return self.buffer[..., 0]
 
     def remove(self) -> None:
         """Take the taps out of the model."""
