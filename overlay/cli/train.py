@@ -123,8 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--self-test",
         choices=["strict", "warn", "off"],
         default="strict",
-        help="if the target's head on the last state does not say the next token: refuse, warn, or do not look "
-        "(default: strict)",
+        help="if the target's head on the last state does not say the next token in text that the target generated: "
+        "refuse, warn, or do not look; other text is warned about (default: strict)",
     )
     loop.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto, a GPU if there is one)"

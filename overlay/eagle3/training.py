@@ -29,7 +29,7 @@ from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead
 from vllm_overlay.eagle3.ranks import Ranks, alone, whole
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, Snapshot, optimizer_tensors, require_free
-from vllm_overlay.eagle3.selftest import explain, measure_agreement
+from vllm_overlay.eagle3.selftest import find_cause, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
 from vllm_overlay.errors import OverlayError
@@ -453,12 +453,12 @@ def _run_self_test(say: Callable[[str], None], corpus: Corpus, target: Target, d
         return
     agreement = measure_agreement(corpus, target, device)
     say(agreement.describe())
-    if not agreement.is_suspicious:
+    cause = find_cause(corpus, target, agreement, device)
+    if cause is None:
         return
-    cause = explain(corpus, target, device)
-    if mode == "strict":
-        raise OverlayError(f"{agreement.describe()}, 99% expected; {cause}")
-    say(f"WARNING: 99% expected; {cause}")
+    if mode == "strict" and agreement.is_suspicious:
+        raise OverlayError(f"{agreement.describe()}; {cause}")
+    say(f"WARNING: {cause}")
 
 
 def _describe_run(

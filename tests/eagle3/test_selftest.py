@@ -11,7 +11,7 @@ import torch
 
 from tests.eagle3.conftest import HIDDEN, LAYERS, VOCABULARY
 from vllm_overlay.eagle3.data import Corpus, open_corpus
-from vllm_overlay.eagle3.selftest import explain, measure_agreement
+from vllm_overlay.eagle3.selftest import find_cause, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target, rms_norm
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
@@ -33,6 +33,7 @@ def corpus_of(tmp_path: Path, states_of: Callable[..., torch.Tensor]) -> Callabl
         texts: Sequence[torch.Tensor],
         change: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
         dtype: str = "float32",
+        num_prompt_tokens: int = PROMPT,
     ) -> Corpus:
         meta = StoreMeta(LAYER_IDS, HIDDEN, dtype, LAYERS, "tiny", "tiny", "0.0.0", "V1")
         writer = StoreWriter.open(tmp_path / "store", meta)
@@ -40,7 +41,10 @@ def corpus_of(tmp_path: Path, states_of: Callable[..., torch.Tensor]) -> Callabl
             states = change(states_of(text, LAYER_IDS)).to(getattr(torch, dtype)).contiguous()
             first = writer.append(states)
             rows = np.arange(first, first + len(text), dtype=np.int64)
-            writer.commit([PendingRecord(f"r{number}", text.numpy(), rows, PROMPT, True, "length", None, None)])
+            mask = np.arange(len(text)) >= PROMPT
+            writer.commit(
+                [PendingRecord(f"r{number}", text.numpy(), rows, num_prompt_tokens, True, "length", None, mask)]
+            )
         writer.close()
         return open_corpus([tmp_path / "store"], (2, 3, 5))
 
@@ -71,15 +75,18 @@ def write_with(
 
 
 def verdict(corpus: Corpus, target: Target) -> str:
-    assert measure_agreement(corpus, target, CPU).is_suspicious
-    return explain(corpus, target, CPU)
+    agreement = measure_agreement(corpus, target, CPU)
+    assert agreement.is_suspicious
+    return str(find_cause(corpus, target, agreement, CPU))
 
 
 def test_good_states_are_not_suspected(
     corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target
 ) -> None:
-    agreement = measure_agreement(corpus_of(greedy_texts), target, CPU)
+    corpus = corpus_of(greedy_texts)
+    agreement = measure_agreement(corpus, target, CPU)
     assert (agreement.agreed, agreement.positions) == (6 * 32, 6 * 32)
+    assert find_cause(corpus, target, agreement, CPU) is None
 
 
 def test_normed_states(corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target) -> None:
@@ -95,12 +102,14 @@ def test_shifted_rows(
     corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target, shift: int, whose: str
 ) -> None:
     corpus = corpus_of(greedy_texts, lambda states: states.roll(shift, dims=0))
-    assert verdict(corpus, target) == f"the rows are shifted: each holds the state of the token {whose} it"
+    assert verdict(corpus, target).startswith(f"the rows are shifted: each holds the state of the token {whose} it")
 
 
 def test_swapped_layers(corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target) -> None:
     corpus = corpus_of(greedy_texts, lambda states: states[:, [0, 3, 2, 1]])
-    assert verdict(corpus, target) == "the layer ids are wrong: what is called 3 is the last state"
+    assert verdict(corpus, target) == (
+        "the layer ids are wrong: what is called 3 is the last state (read so, 100.0% agree)"
+    )
 
 
 def test_sampled_text(corpus_of: Callable[..., Corpus], target: Target, states_of: Callable[..., torch.Tensor]) -> None:
@@ -138,3 +147,27 @@ def test_ties_in_16_bits_are_no_disagreement(
     texts = write_with(target, states_of, choose)
     tied = measure_agreement(corpus_of(texts, dtype="bfloat16"), target, CPU)
     assert tied.rate > 0.98
+
+
+def test_text_of_unknown_authors_is_not_suspected(
+    corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target
+) -> None:
+    """`capture` sends whole conversations as prompts, so that no rate is expected."""
+    generator = torch.Generator().manual_seed(5)
+    texts = [text.clone() for text in greedy_texts]
+    for text in texts:  # a third of the answer is somebody else's
+        text[PROMPT::3] = torch.randint(3, VOCABULARY, text[PROMPT::3].shape, generator=generator)
+    good = corpus_of(texts, num_prompt_tokens=40)
+    agreement = measure_agreement(good, target, CPU)
+    assert not agreement.generated and not agreement.is_suspicious and agreement.rate < 0.9
+    assert find_cause(good, target, agreement, CPU) is None
+
+
+def test_shifted_rows_show_in_prompts(
+    corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target
+) -> None:
+    """A reading that fits better shows a mistake whoever wrote the text."""
+    corpus = corpus_of(greedy_texts, lambda states: states.roll(1, dims=0), num_prompt_tokens=40)
+    agreement = measure_agreement(corpus, target, CPU)
+    assert not agreement.is_suspicious
+    assert str(find_cause(corpus, target, agreement, CPU)).startswith("the rows are shifted")
