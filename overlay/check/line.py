@@ -12,6 +12,8 @@ Verdict = Literal["ok", "warning", "fails"]
 class Line:
     """What was expected of a subject, what was found, and what to do (empty if there is nothing).
 
+    `details` are lines to be shown as they are, such as an error with its traceback.
+
     `fails`: the run would fail. `warning`: it would not, or that cannot be read, and the reader should know.
     """
 
@@ -20,3 +22,4 @@ class Line:
     expected: str
     found: str
     advice: str = ""
+    details: str = ""

@@ -25,6 +25,7 @@ from vllm_overlay.check.line import Line
 from vllm_overlay.check.model import ModelFacts, check_model, read_model
 from vllm_overlay.check.parallelism import check_parallelism
 from vllm_overlay.check.patch_fits import check_patches
+from vllm_overlay.check.rehearsal_options import RehearsalOptions
 from vllm_overlay.check.runner import check_runner
 from vllm_overlay.check.space import check_space
 from vllm_overlay.compat.releases import UnsupportedRelease
@@ -39,13 +40,15 @@ _WIDTH = 118
 class Plan:
     """What is asked about: a model folder or its config.json, and how it is to be run.
 
-    `layers` is None for those of the settings; `num_tokens` are those of the dataset that the disk must hold.
+    `layers` is None for those of the settings; `num_tokens` are those of the dataset that the disk must hold;
+    `rehearsal` is None if the model is not to be rehearsed.
     """
 
     model: Path
     layers: str | None = None
     tensor_parallel_size: int = 1
     num_tokens: int = 1_000_000
+    rehearsal: RehearsalOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> Report:
     if installation is not None and settings is not None:
         lines += check_installation(installation, settings)
         lines += _check_files(installation, facts, ids, environ)
+    if plan.rehearsal is not None and installation is not None and facts is not None and ids:
+        from vllm_overlay.check.rehearsal import check_rehearsal
+
+        lines += check_rehearsal(facts, ids, plan.tensor_parallel_size, installation, plan.rehearsal)
     return Report(tuple(lines))
 
 
@@ -108,6 +115,7 @@ def write_report(report: Report) -> Iterator[str]:
                 break_on_hyphens=False,
             )
             head = " " * len(head)
+        yield from textwrap.indent(line.details, " " * (len(head) + 2)).splitlines()
 
 
 def describe_failure(line: Line) -> str:

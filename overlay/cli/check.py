@@ -11,6 +11,7 @@ from pathlib import Path
 HELP = "Say before the long load what will happen with a model on the installed vLLM"
 
 _TOKENS = 1_000_000
+_SECONDS = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +27,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", metavar="N", type=int, default=_TOKENS, help=f"tokens to plan the disk for (default: {_TOKENS})"
     )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="make the architecture small (few layers of each kind, few heads and experts), give it random weights and "
+        "run it in the real engine with capture on, on the device that this vLLM is for; a minute or two on a CPU "
+        "(default: read only)",
+    )
+    parser.add_argument(
+        "--rehearse-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=_SECONDS,
+        help=f"when a rehearsal that has not ended is ended, with its processes (default: {_SECONDS:.0f})",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let the rehearsal run the Python files beside config.json (default: it does not)",
+    )
     parser.add_argument("--json", action="store_true", help="print the lines as JSON (default: text)")
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_overlay.check.rehearsal_options import RehearsalOptions
     from vllm_overlay.check.report import Plan, check, describe_failure, write_report
+
+    rehearsal = RehearsalOptions(args.rehearse_timeout, args.trust_remote_code) if args.rehearse else None
 
     # Reading makes hundreds of thousands of syntax nodes and no garbage: looking for some takes a third of the time.
     gc.disable()
     try:
-        report = check(Plan(args.model, args.layers, args.tensor_parallel_size, args.tokens))
+        report = check(Plan(args.model, args.layers, args.tensor_parallel_size, args.tokens, rehearsal))
     finally:
         gc.enable()
     print(json.dumps(report.to_dict(), indent=2) if args.json else "\n".join(write_report(report)))

@@ -1,0 +1,125 @@
+"""The rehearsal of the model: what was made small, what of it cannot be rehearsed, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from vllm_overlay.check.installation import Installation
+from vllm_overlay.check.line import Line, Verdict
+from vllm_overlay.check.model import ModelFacts
+from vllm_overlay.check.rehearsal_options import RehearsalOptions
+from vllm_overlay.errors import OverlayError
+from vllm_overlay.rehearsal.bounded import run_bounded
+from vllm_overlay.rehearsal.depth import map_layer_ids
+from vllm_overlay.rehearsal.fields import Change, is_tower
+from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
+from vllm_overlay.rehearsal.shrink import Small, shrink
+
+MOST_RANKS = 2
+
+_SUBJECT = "rehearsal"
+
+
+def check_rehearsal(
+    facts: ModelFacts, ids: Sequence[int], num_ranks: int, installation: Installation, options: RehearsalOptions
+) -> Iterator[Line]:
+    """Shrink the model, run it, and say what happened."""
+    if options.seconds <= 0:
+        yield Line(_SUBJECT, "fails", "a time above 0", str(options.seconds), "give --rehearse-timeout seconds")
+        return
+    try:
+        small = shrink(facts.config)
+    except OverlayError as error:
+        yield Line(_SUBJECT, "fails", "sizes that can be made small", str(error))
+        return
+    yield _describe_small(small, facts)
+    is_cpu = installation.platform == "cpu"
+    dtype = "float32" if is_cpu and not _has_linear_attention(facts) else "bfloat16"
+    plan = RehearsalPlan(
+        dtype=dtype,
+        tensor_parallel_size=min(num_ranks, MOST_RANKS),
+        from_transformers=dtype == "float32",
+        trust_remote_code=options.trust_remote_code,
+        is_cpu=is_cpu,
+        special_ids=small.special_ids,
+    )
+    layer_ids = map_layer_ids(ids, facts.num_hidden_layers, len(small.layers))
+    code = facts.file.parent if options.trust_remote_code else None
+    outcome = run_bounded(small, plan, layer_ids, options.seconds, code)
+    yield from _list_left_out(small, facts, num_ranks, plan, outcome)
+    asked = (
+        f"{_join(ids)} rehearsed as {_join(layer_ids[: len(ids)])}" if len(layer_ids) > len(ids) else "all rehearsed"
+    )
+    yield _describe_outcome(outcome, plan, f"layer ids {asked}", options.seconds)
+
+
+def _describe_small(small: Small, facts: ModelFacts) -> Line:
+    found = f"{len(small.layers)} of {facts.num_hidden_layers} layers: {_join(small.layers)}, counted from 0"
+    details = "\n".join(map(_describe_change, small.changes))
+    return Line("small model", "ok", "each kind of layer, little else", found, details=details)
+
+
+def _describe_change(change: Change) -> str:
+    old, new = (_shorten(json.dumps(value)) for value in (change.old, change.new))
+    return f"{change.path}: {old} -> {'taken out' if change.new is None else new}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _list_left_out(
+    small: Small, facts: ModelFacts, num_ranks: int, plan: RehearsalPlan, outcome: Outcome
+) -> Iterator[Line]:
+    """What the real run does and the rehearsal does not."""
+    parts = ["the published weights, compilation and graphs"]
+    if small.quantised:
+        parts.append(f"quantisation ({', '.join(small.quantised)}): run with weights that are not quantised")
+    towers = [name for name, value in facts.config.items() if name != facts.text_key and is_tower(name, value)]
+    if towers:
+        parts.append(f"{', '.join(towers)} and the processor of images or sounds: run by text")
+    if plan.is_cpu and facts.text.get("kv_lora_rank"):
+        parts.append("latent attention, which a CPU computes as ordinary attention here (VLLM_MLA_DISABLE=1)")
+    ranks = outcome.ranks or plan.tensor_parallel_size
+    if ranks < num_ranks:
+        parts.append(f"{num_ranks} tensor-parallel ranks: run with {ranks}")
+    verdict: Verdict = "ok" if len(parts) == 1 else "warning"
+    advice = "" if len(parts) == 1 else "these parts of the model are first met in the real run"
+    yield Line("not rehearsed", verdict, "all of the model", "; ".join(parts), advice)
+
+
+def _describe_outcome(outcome: Outcome, plan: RehearsalPlan, asked: str, seconds: float) -> Line:
+    expected = "a small model that runs, and is captured as it computes"
+    if outcome.verdict == "died":
+        found = f"died while {outcome.stage}: {outcome.reason}"
+        return Line(_SUBJECT, "fails", expected, found, _advise(outcome, plan, seconds), outcome.details)
+    if outcome.verdict == "wrong":
+        return Line(_SUBJECT, "fails", expected, outcome.reason, "capture takes the wrong states of it: report this")
+    ranks = outcome.ranks or plan.tensor_parallel_size
+    ran = f"{outcome.model_class} in {plan.dtype}, {ranks} rank{'s' if ranks > 1 else ''}, {outcome.records} records"
+    if outcome.verdict == "equal":
+        return Line(_SUBJECT, "ok", expected, f"{ran} with {outcome.rows} rows equal to transformers'; {asked}")
+    alike = "each layer's states are what the next one takes, bit for bit"
+    found = f"{ran} with {outcome.rows} rows; {alike}; {asked}; not compared with transformers: {outcome.reason}"
+    if outcome.difference is None:
+        return Line(_SUBJECT, "ok", expected, found)
+    found = f"{ran} with {outcome.rows} rows; {alike}; {asked}; {outcome.reason}"
+    return Line(_SUBJECT, "warning", expected, found, "this vLLM computes another model than transformers does")
+
+
+def _advise(outcome: Outcome, plan: RehearsalPlan, seconds: float) -> str:
+    if outcome.timed_out:
+        return f"give it more than {seconds:.0f} s with --rehearse-timeout, or see where it hangs"
+    if "trust_remote_code" in outcome.details and not plan.trust_remote_code:
+        return "with --trust-remote-code the rehearsal runs the Python files beside config.json"
+    return "the real run would die so too, if it is not for what was made small: see `small model`"
+
+
+def _has_linear_attention(facts: ModelFacts) -> bool:
+    """vLLM's linear attention on a CPU takes 16 bits only."""
+    return any(name.startswith("linear_") for name in facts.text)
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

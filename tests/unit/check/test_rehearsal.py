@@ -1,0 +1,125 @@
+"""What the report says of a rehearsal; the rehearsals themselves are tests/live/test_rehearse_live.py's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.check.conftest import KIMI_K25, LLAMA, WriteConfig
+from vllm_overlay.check import rehearsal
+from vllm_overlay.check.line import Line
+from vllm_overlay.check.rehearsal_options import RehearsalOptions
+from vllm_overlay.check.report import Plan, check, write_report
+from vllm_overlay.cli import main
+from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
+
+RUN = Outcome("equal", model_class="LlamaForCausalLM", layers=4, records=5, rows=392, difference=1e-6, ranks=1)
+Answer = Callable[[Outcome], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Have every rehearsal come out so; returns what each is asked for."""
+
+    def give(outcome: Outcome) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+
+        def run(small: Any, plan: RehearsalPlan, layer_ids: Any, seconds: float, code: Path | None) -> Outcome:
+            asked.append({"plan": plan, "layer_ids": layer_ids, "seconds": seconds, "code": code})
+            return outcome
+
+        monkeypatch.setattr(rehearsal, "run_bounded", run)
+        return asked
+
+    return give
+
+
+def lines_of(folder: Path, **plan: Any) -> dict[str, Line]:
+    report = check(Plan(folder, rehearsal=RehearsalOptions(), **plan), {})
+    return {line.subject: line for line in report.lines[-3:]}
+
+
+def test_equal_to_transformers(answer: Answer, write_config: WriteConfig) -> None:
+    (asked,) = [answer(RUN)]
+    lines = lines_of(write_config(LLAMA))
+    assert list(lines) == ["small model", "not rehearsed", "rehearsal"]
+    assert {line.verdict for line in lines.values()} == {"ok"}
+    assert lines["rehearsal"].found == (
+        "LlamaForCausalLM in float32, 1 rank, 5 records with 392 rows equal to transformers'; "
+        "layer ids 2, 16, 29, 32 rehearsed as 1, 2, 3, 4"
+    )
+    assert "hidden_size: 4096 -> 512" in lines["small model"].details.splitlines()
+    assert asked[0]["layer_ids"] == (1, 2, 3, 4, 0)
+    assert (asked[0]["seconds"], asked[0]["code"]) == (300.0, None)
+
+
+def test_what_is_not_rehearsed_is_named(answer: Answer, write_config: WriteConfig) -> None:
+    quantised = {**KIMI_K25["text_config"], "kv_lora_rank": 512, "quantization_config": {"quant_method": "awq"}}
+    asked = answer(RUN)
+    line = lines_of(write_config({**KIMI_K25, "text_config": quantised}), tensor_parallel_size=8)["not rehearsed"]
+    assert line.verdict == "warning"
+    for part in ("quantisation (awq)", "vision_config", "latent attention", "8 tensor-parallel ranks: run with 1"):
+        assert part in line.found
+    assert asked[0]["plan"].tensor_parallel_size == 2
+
+
+def test_a_model_that_dies(answer: Answer, write_config: WriteConfig) -> None:
+    error = "Traceback (most recent call last):\n  File \"x.py\", line 1\nTypeError: no 'residual'"
+    answer(Outcome("died", "TypeError: no 'residual' (rank 0)", error, "building the engine"))
+    report = check(Plan(write_config(LLAMA), rehearsal=RehearsalOptions()), {})
+    (line,) = report.failing
+    assert line.found == "died while building the engine: TypeError: no 'residual' (rank 0)"
+    shown = [text.strip() for text in write_report(report)]
+    for text in error.splitlines():
+        assert text.strip() in shown
+    assert report.to_dict()["lines"][-1]["details"] == error
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "text"),
+    [
+        (Outcome("wrong", "layer ids 1 and 2 hold the same states"), "fails", "report this"),
+        (Outcome("died", "no end in time", timed_out=True), "fails", "--rehearse-timeout"),
+        (Outcome("died", "ValueError", "please set `trust_remote_code=True`"), "fails", "--trust-remote-code"),
+        (Outcome("consistent", "this transformers has no class for it"), "ok", ""),
+        (Outcome("consistent", "0.2 away", difference=0.2), "warning", "another model"),
+    ],
+    ids=["wrong", "hangs", "remote code", "consistent", "away"],
+)
+def test_verdicts(outcome: Outcome, verdict: str, text: str, answer: Answer, write_config: WriteConfig) -> None:
+    answer(outcome)
+    line = lines_of(write_config(LLAMA))["rehearsal"]
+    assert line.verdict == verdict
+    assert text in line.advice
+
+
+def test_linear_attention_is_rehearsed_in_16_bits(answer: Answer, write_config: WriteConfig) -> None:
+    asked = answer(RUN)
+    lines_of(write_config({**LLAMA, "linear_num_key_heads": 16, "linear_num_value_heads": 32}))
+    assert (asked[0]["plan"].dtype, asked[0]["plan"].from_transformers) == ("bfloat16", False)
+
+
+def test_the_command(
+    answer: Answer, write_config: WriteConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = write_config(LLAMA)
+    words = ["check", str(folder), "--rehearse", "--rehearse-timeout", "17", "--trust-remote-code", "--json"]
+    asked = answer(Outcome("died", "boom-17", stage="generating"))
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["lines"][-1]["found"] == "died while generating: boom-17"
+    assert "problem: rehearsal: expected" in printed.err
+    assert (asked[0]["seconds"], asked[0]["code"]) == (17.0, folder)
+    answer(RUN)
+    assert main(words[:3]) == 0
+
+
+def test_a_time_that_is_none(answer: Answer, write_config: WriteConfig) -> None:
+    asked = answer(RUN)
+    report = check(Plan(write_config(LLAMA), rehearsal=RehearsalOptions(seconds=0)), {})
+    assert [line.subject for line in report.failing] == ["rehearsal"]
+    assert asked == []

@@ -1,0 +1,116 @@
+"""The rehearsal's process ends in time, with what it started, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.unit.check.conftest import LLAMA
+from vllm_overlay.rehearsal import bounded
+from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
+from vllm_overlay.rehearsal.shrink import shrink
+
+PLAN = RehearsalPlan("float32", 1, True, False, True, ())
+# In place of vLLM: a process that has started another one.
+HANGS = (
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}])"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the rehearsals' folders are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
+    """Have the rehearsal run this program, which gets the same words."""
+    program = folder / "python"
+    program.write_text(f"#!{sys.executable}\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(bounded.sys, "executable", str(program))
+
+
+def run(seconds: float = 60.0) -> Outcome:
+    return bounded.run_bounded(shrink(LLAMA), PLAN, (1, 2), seconds, None)
+
+
+def list_marked(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if mark in (process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def test_a_process_that_hangs_is_ended_with_what_it_started(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"mark-of-{tmp_path.name}"
+    text = HANGS.format(mark=mark)
+    replace_python(monkeypatch, folder, f"{text}\nprint('I hang', flush=True)\ntime.sleep(600)")
+    began = time.monotonic()
+    outcome = run(seconds=3.0)
+    assert time.monotonic() - began < 20.0
+    assert (outcome.verdict, outcome.reason, outcome.timed_out) == ("died", "no end in time", True)
+    assert outcome.details == "I hang"
+    assert list_marked(mark) == []
+    assert [one.name for one in folder.iterdir()] == ["python"]
+
+
+def test_a_process_that_ends_without_a_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(monkeypatch, folder, "import os, signal; print('last words', flush=True); os.kill(os.getpid(), 11)")
+    outcome = run()
+    assert (outcome.verdict, outcome.reason) == ("died", "the process ended with status -11")
+    assert (outcome.stage, outcome.details) == ("starting", "last words")
+    assert [one.name for one in folder.iterdir()] == ["python"]
+
+
+def test_what_the_process_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OVERLAY_SAMPLE", "0.5")
+    monkeypatch.setenv("VLLM_OVERLAY_POLICY", "warn")
+    told = """
+import json, os, sys
+folder = sys.argv[3]
+facts = {name: os.environ.get(name) for name in ("VLLM_OVERLAY", "VLLM_OVERLAY_LAYERS", "VLLM_OVERLAY_SAMPLE",
+         "VLLM_OVERLAY_POLICY", "VLLM_OVERLAY_CAPTURE")}
+facts["layers"] = json.load(open(folder + "/model/config.json"))["num_hidden_layers"]
+facts["inside"] = facts.pop("VLLM_OVERLAY_CAPTURE").startswith(folder)
+json.dump({"verdict": "equal", "reason": json.dumps(facts)}, open(folder + "/outcome.json", "w"))
+"""
+    replace_python(monkeypatch, folder, told)
+    assert json.loads(run().reason) == {
+        "VLLM_OVERLAY": "1",
+        "VLLM_OVERLAY_LAYERS": "1,2",
+        "VLLM_OVERLAY_SAMPLE": None,
+        "VLLM_OVERLAY_POLICY": "warn",
+        "layers": 4,
+        "inside": True,
+    }
+
+
+def test_weights_of_transformers_that_do_not_load_are_not_the_models_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = """
+import json, sys
+folder = sys.argv[3]
+if json.load(open(folder + "/plan.json"))["from_transformers"]:
+    outcome = {"verdict": "died", "reason": "KeyError: 'odd.weight'", "in_weights": True}
+else:
+    outcome = {"verdict": "consistent", "reason": "vLLM's own random weights"}
+json.dump(outcome, open(folder + "/outcome.json", "w"))
+"""
+    replace_python(monkeypatch, folder, answers)
+    outcome = run()
+    assert outcome.verdict == "consistent"
+    assert outcome.reason == (
+        "vLLM's own random weights; weights as transformers saves them do not load: KeyError: 'odd.weight'"
+    )
