@@ -29,7 +29,7 @@ RECORDS_PER_WRITER = 1000  # numbers that a writer may give to its records
 LONGEST = 40  # tokens
 POSITIONS = 1 << 8
 NO_RECORD = 0  # owner of rows that get into no record
-LONGEST_WAIT_S = 0.5
+LONGEST_WAIT_S = 3
 TRIES = 3  # of a batch with one writer, and of opening writers
 
 
@@ -110,7 +110,8 @@ class WriterProcess:
         handler = logging.Handler()
         handler.emit = lambda record: self._say(warning=record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vllm_overlay.store").addHandler(handler)
-        for _ in range(TRIES):
+        # A stage whose writer fails for good ends its engine.
+        for _ in range(TRIES if self._plan.stage is None else 1):
             try:
                 self._write_with_one_writer()
             except StoreError as error:

@@ -1,0 +1,137 @@
+"""`vllm-overlay convert`: a store from and to vLLM's and speculators' files, one a record."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_overlay.errors import OverlayError
+
+if TYPE_CHECKING:
+    from vllm_overlay.store import StoreMeta
+    from vllm_overlay.store.record_files import RecordFile
+
+HELP = "write a store as vLLM's or speculators' files, or make one of them"
+
+LAYOUTS = ("vllm", "speculators")
+# The names of record_files.ID_MEANINGS, which would import torch.
+ID_MEANINGS = ("residual", "after-layer")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="STORE|DIR", type=Path, help="a store with --to, a folder of files with --from"
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="DIR|STORE", type=Path, help="must not exist, or be empty"
+    )
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=LAYOUTS, help="write the store's complete records as files of this layout")
+    way.add_argument("--from", dest="from_", choices=LAYOUTS, help="make a store of the files of this layout")
+    parser.add_argument(
+        "--ids",
+        choices=ID_MEANINGS,
+        default="residual",
+        help="what the files' layer ids mean: residual, k decoder layers were applied, 0 is the embedding output "
+        "(vLLM, speculators 0.9); after-layer, the output of layer k counted from 0 (speculators 0.3, SpecForge), so "
+        "that 1,2,3 are 2,3,4 in the store; files of ours say it themselves (default: residual)",
+    )
+    parser.add_argument(
+        "--layers",
+        metavar="IDS",
+        type=_parse_ids,
+        help="with --from: the files' layers in the order of their columns, "
+        "for example 2,15,27,30 (default: as the files say)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        type=Path,
+        help="with --from: folder of the target whose states these are (default: as the files say)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert. Raises OverlayError if a file or the store cannot be read, or the output is in use."""
+    if args.to is not None:
+        return _write_files(args)
+    return _make_store(args)
+
+
+def _write_files(args: argparse.Namespace) -> int:
+    from vllm_overlay.store import Store
+    from vllm_overlay.store.record_files import write_record_files
+
+    if args.layers is not None or args.model is not None:
+        raise OverlayError("--layers and --model go with --from: a store says which layers it holds, and of what")
+    with Store.open(args.source) as store:
+        done = write_record_files(store, args.output, args.to, args.ids, show_progress)
+    print(f"{done.records:,} records written to {args.output}, {done.left_out:,} incomplete ones left out")
+    return 0
+
+
+def _make_store(args: argparse.Namespace) -> int:
+    from vllm_overlay.store.record_files import find_record_files, read_loss_masks, read_record_file, write_store
+
+    files = find_record_files(args.source, args.from_)
+    meta = _find_meta(args, read_record_file(files[0]))
+    masks = read_loss_masks(args.source, files) if args.from_ == "speculators" else None
+    done = write_store(files, args.output, meta, masks, show_progress)
+    print(f"{done.records:,} records in {args.output}, layers {', '.join(map(str, meta.layer_ids))}")
+    return 0
+
+
+def _find_meta(args: argparse.Namespace, first: RecordFile) -> StoreMeta:
+    """What is true of all rows: as files of ours say, or by the first file and the target's folder."""
+    from vllm_overlay.store import StoreMeta
+    from vllm_overlay.store.record_files import find_layer_ids
+
+    layer_ids = find_layer_ids(first, args.layers, args.ids)
+    facts = first.facts.get("store")
+    if args.model is not None:
+        facts = _read_model(args.model)
+    if facts is None:
+        raise OverlayError(f"{first.path} does not say whose states it holds: name the target's folder with --model")
+    shown = {
+        "layer_ids": layer_ids,
+        "hidden_size": first.hidden_states.shape[2],
+        "dtype": str(first.hidden_states.dtype).removeprefix("torch."),
+    }
+    return StoreMeta(**{**facts, **shown})
+
+
+def _read_model(model: Path) -> dict[str, Any]:
+    import json
+
+    from vllm_overlay.fingerprint import fingerprint_model
+
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
+        layers = text["num_hidden_layers"]
+        fingerprint = fingerprint_model(str(model), {})
+    except (OSError, ValueError, KeyError) as error:
+        raise OverlayError(f"cannot read {model / 'config.json'}: {error}") from error
+    return {
+        "num_hidden_layers": layers,
+        "model": str(model),
+        "model_fingerprint": fingerprint,
+        "vllm_version": "unknown",
+        "runner": "unknown",
+    }
+
+
+def show_progress(items: Iterable[Any], total: int) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    shown: Iterable[Any] = tqdm(items, total=total, desc="convert", unit=" records")
+    return shown
+
+
+def _parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not layer ids with commas between: {text!r}") from None

@@ -1,0 +1,280 @@
+"""Stores to and from vLLM's and speculators' files."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.unit.store.conftest import MakeMeta, MakeRecord, MakeRows
+from vllm_overlay.cli import main
+from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store.record_files import from_ours, to_ours, write_record_files
+
+
+@pytest.fixture
+def store(store_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord) -> Path:
+    """Layers 2, 1 and 6 of a target with 6: a record with a loss mask and a tag, one without, an incomplete one, and
+    a second one of the first's request."""
+    mask = np.array([False, True, True])
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(12))
+        writer.commit(
+            [
+                make_record("a/1", range(3), loss_mask=mask, tag="x", num_prompt_tokens=1, finish_reason="stop"),
+                make_record("b", range(3, 8), num_prompt_tokens=2, first_position=7),
+                make_record("c", [8, -1, 9]),
+                make_record("a/1", range(10, 12)),
+            ]
+        )
+    return store_path
+
+
+class ColumnsOnly:
+    """As much of a `datasets.Dataset` as conversion uses, for where the library is not installed."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self._columns = columns
+        self._as_torch = False
+
+    def __len__(self) -> int:
+        return len(self._columns["input_ids"])
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        assert self._as_torch
+        return {name: torch.as_tensor(values[number]) for name, values in self._columns.items()}
+
+    def set_format(self, name: str) -> None:
+        assert name == "torch"
+        self._as_torch = True
+
+    def with_format(self, name: str) -> ColumnsOnly:
+        self.set_format(name)
+        return self
+
+    def save_to_disk(self, folder: Path) -> None:
+        columns = {name: [np.asarray(value).tolist() for value in values] for name, values in self._columns.items()}
+        (folder / "dataset_info.json").write_text(json.dumps(columns))
+
+    @classmethod
+    def load(cls, folder: str) -> ColumnsOnly:
+        rows = cls(json.loads(Path(folder, "dataset_info.json").read_text()))
+        rows.set_format("torch")
+        return rows
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, or what stands in for it: no vLLM needs it, so our environments do not have it."""
+    if importlib.util.find_spec("datasets") is None:
+        module = SimpleNamespace(
+            Dataset=SimpleNamespace(from_dict=ColumnsOnly),
+            disable_progress_bars=lambda: None,
+            load_from_disk=ColumnsOnly.load,
+        )
+        monkeypatch.setitem(sys.modules, "datasets", module)
+    return importlib.import_module("datasets")
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as content:
+        return dict(content.metadata())
+
+
+def test_ids_after_a_layer_are_one_less_than_ours() -> None:
+    """CASES.md 16: "after layer, 0-based" [1, 2, 3] imports as [2, 3, 4]; the round trip is the identity."""
+    assert to_ours([1, 2, 3], "after-layer") == (2, 3, 4)
+    assert from_ours(to_ours([1, 2, 3], "after-layer"), "after-layer") == (1, 2, 3)
+    assert to_ours([1, 2, 3], "residual") == from_ours([1, 2, 3], "residual") == (1, 2, 3)
+    with pytest.raises(StoreError, match="layer id 0, the embedding output, has no number"):
+        from_ours([0, 2], "after-layer")
+
+
+def test_files_of_vllm(store: Path, tmp_path: Path, make_rows: MakeRows, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "files"
+    assert main(["convert", str(store), "-o", str(folder), "--to", "vllm"]) == 0
+    assert "3 records written" in capsys.readouterr().out
+    names = {"a_1", "a_1~2", "b"}
+    # Beside each an empty .lock, which load_hidden_states of vLLM 0.32 opens.
+    assert {path.name for path in folder.iterdir()} == {
+        f"{name}.safetensors{end}" for name in names for end in ("", ".lock")
+    }
+    tensors = load_file(folder / "a_1.safetensors")
+    assert torch.equal(tensors["hidden_states"], make_rows(12)[:3])
+    assert tensors["token_ids"].tolist() == [100, 101, 102] and tensors["token_ids"].dtype == torch.int64
+    metadata = read_metadata(folder / "a_1.safetensors")
+    assert (metadata["layer_ids"], metadata["layer_ids_mean"]) == ("[2, 1, 6]", "residual")
+    assert "residual stream after k decoder layers" in metadata["layer_ids_mean_that"]
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.parametrize("ids", ["residual", "after-layer"])
+def test_there_and_back(layout: str, ids: str, store: Path, tmp_path: Path, datasets: Any) -> None:
+    """CASES.md 16: the round trip is the identity."""
+    files, back = tmp_path / "files", tmp_path / "back"
+    assert main(["convert", str(store), "-o", str(files), "--to", layout, "--ids", ids]) == 0
+    (first, *_) = sorted(files.rglob("*.safetensors"))
+    assert read_metadata(first)["layer_ids"] == ("[2, 1, 6]" if ids == "residual" else "[1, 0, 5]")
+    assert main(["convert", str(files), "-o", str(back), "--from", layout]) == 0
+    with Store.open(store) as before, Store.open(back) as after:
+        assert after.meta == before.meta
+        assert list(after.verify()) == []
+        kept = sorted((record for record in before if record.complete), key=describe)
+        found = sorted(after, key=describe)
+        assert [describe(record) for record in found] == [describe(record) for record in kept]
+        for record, other in zip(kept, found, strict=True):
+            assert torch.equal(record.hidden_states, other.hidden_states)
+
+
+def describe(record: Any) -> tuple[Any, ...]:
+    mask = record.loss_mask
+    if mask is None:  # as speculators' data set has it
+        mask = torch.arange(len(record.token_ids)) >= record.num_prompt_tokens
+    facts = (record.num_prompt_tokens, record.finish_reason, record.tag or "", record.first_position)
+    return (record.request_id, len(record.token_ids), record.token_ids.tolist(), mask.tolist(), facts)
+
+
+def test_speculators_layout_has_the_last_state_last(
+    tmp_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord, datasets: Any
+) -> None:
+    """As ArrowDataset of speculators 0.9.0 reads it: columns but the last are features, the last is the target's; of
+    the data set it takes input_ids and loss_mask as tensors, and seq_len."""
+    with StoreWriter.open(tmp_path / "store", make_meta(layer_ids=(6, 1, 2))) as writer:
+        writer.append(make_rows(5))
+        writer.commit([make_record("a", range(5), num_prompt_tokens=2)])
+    assert main(["convert", str(tmp_path / "store"), "-o", str(tmp_path / "out"), "--to", "speculators"]) == 0
+    tensors = load_file(tmp_path / "out" / "hidden_states" / "hs_0.safetensors")
+    assert torch.equal(tensors["hidden_states"], make_rows(5)[:, [1, 2, 0]])
+    rows = datasets.load_from_disk(str(tmp_path / "out"))
+    assert len(rows) == 1 and set(rows[0]) == {"input_ids", "loss_mask", "seq_len"}
+    assert rows[0]["loss_mask"].tolist() == [0, 0, 1, 1, 1]
+    assert torch.equal(rows[0]["input_ids"], tensors["token_ids"])
+    assert rows[0]["seq_len"] == 5
+
+
+def has_speculators_0_9() -> bool:
+    try:
+        major, minor, *_ = importlib.metadata.version("speculators").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (0, 9)
+
+
+def test_speculators_own_reader_reads_ours(store: Path, tmp_path: Path, make_rows: MakeRows) -> None:
+    """Where speculators 0.9 is installed, which no vLLM of ours goes with; its classes need no engine."""
+    if not has_speculators_0_9():
+        pytest.skip("speculators 0.9 is not installed: the layout is held against constants above")
+    from speculators.train import data
+
+    assert main(["convert", str(store), "-o", str(tmp_path / "out"), "--to", "speculators"]) == 0
+    dataset = data.ArrowDataset(max_len=16, datapath=tmp_path / "out", on_missing="raise")
+    assert len(dataset) == 3 and dataset.approx_lengths == [3, 5, 2]
+    sample = dataset[1]
+    assert torch.equal(sample["hidden_states"], make_rows(12)[3:8, :2].flatten(1))
+    assert torch.equal(sample["verifier_last_hidden_states"], make_rows(12)[3:8, 2])
+    assert sample["loss_mask"].tolist() == [0, 0, 1, 1, 1] and sample["input_ids"].tolist() == [*range(100, 105)]
+
+
+def test_files_of_others(tmp_path: Path, make_rows: MakeRows, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but the two tensors: the layers, what their ids mean and the target are the user's to say."""
+    files, model = tmp_path / "files", tmp_path / "model"
+    files.mkdir()
+    for number, name in enumerate(("cmpl-1", "cmpl-2")):
+        tensors = {"hidden_states": make_rows(4, seed=number), "token_ids": torch.arange(4) + number}
+        save_file(tensors, files / f"{name}.safetensors")
+    (files / "cmpl-1.safetensors.lock").touch()
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 6}))
+    command = ["convert", str(files), "-o", str(tmp_path / "out"), "--from", "vllm"]
+    assert main(command) == 1
+    assert "does not say which layers it holds: name them with --layers" in capsys.readouterr().err
+    assert main([*command, "--layers", "1,2,3"]) == 1
+    assert "name the target's folder with --model" in capsys.readouterr().err
+    assert main([*command, "--layers", "1,2", "--model", str(model)]) == 1
+    assert "has 3 layers, not the 2 of [1, 2]" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*command, "--layers", "1,2,3", "--ids", "after-layer", "--model", str(model)]) == 0
+    with Store.open(tmp_path / "out") as store:
+        assert store.layer_ids == (2, 3, 4) and store.meta.num_hidden_layers == 6
+        assert [record.request_id for record in store] == ["cmpl-1", "cmpl-2"]
+        assert torch.equal(store["cmpl-2"].hidden_states, make_rows(4, seed=1))
+        assert store["cmpl-2"].token_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_fp8_files_are_read_with_their_scales(tmp_path: Path, make_rows: MakeRows) -> None:
+    """As Fp8HiddenStatesConnector of speculators 0.9.0 writes them: one float32 scale a token, [T, 1, 1]."""
+    rows = make_rows(4)
+    scales = rows.abs().amax(dim=(1, 2), keepdim=True) / 448
+    tensors = {"hidden_states": (rows / scales).to(torch.float8_e4m3fn), "hidden_states_scales": scales}
+    (tmp_path / "files").mkdir()
+    save_file(tensors | {"token_ids": torch.arange(4)}, tmp_path / "files" / "hs_0.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 6}}))
+    command = ["convert", str(tmp_path / "files"), "-o", str(tmp_path / "out"), "--from", "speculators"]
+    assert main([*command, "--layers", "2,3,6", "--model", str(tmp_path)]) == 0
+    with Store.open(tmp_path / "out") as store:
+        assert store.meta.dtype == "bfloat16"
+        # e4m3 has 3 bits after the point, bfloat16 has 7.
+        error = (store[0].hidden_states.float() - rows).abs()
+        assert (error <= rows.abs() * (2**-4 + 2**-8) + scales * 2**-10).all() and error.max() > 0
+
+
+def test_a_damaged_or_unfinished_file_is_named_and_leaves_nothing(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = tmp_path / "files"
+    assert main(["convert", str(store), "-o", str(files), "--to", "vllm"]) == 0
+    command = ["convert", str(files), "-o", str(tmp_path / "out"), "--from", "vllm"]
+    before = sorted(tmp_path.iterdir())
+    with (files / "b.safetensors.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(command) == 1
+    assert "b.safetensors is still being written" in capsys.readouterr().err
+    path = files / "b.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert main(command) == 1
+    assert "b.safetensors is no whole safetensors file" in capsys.readouterr().err
+    save_file({"hidden_states": torch.zeros(5, 3, 9), "token_ids": torch.arange(5)}, path)
+    assert main(command) == 1
+    assert "b.safetensors has rows [3, 9] of torch.float32" in capsys.readouterr().err
+    assert main([*command, "--layers", "1,2,3"]) == 1
+    assert "says that it holds layers [2, 1, 6], not [1, 2, 3]" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_in_use_is_refused_and_an_error_leaves_nothing(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "thesis.tex").touch()
+    assert main(["convert", str(store), "-o", str(used), "--to", "vllm"]) == 1
+    assert f"{used} is there and not an empty folder" in capsys.readouterr().err
+
+    def break_off(items: Iterable[Any], _: int) -> Iterable[Any]:
+        yield next(iter(items))
+        raise KeyboardInterrupt
+
+    with Store.open(store) as opened, pytest.raises(KeyboardInterrupt):
+        write_record_files(opened, tmp_path / "out", "vllm", "residual", break_off)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "used"]
+
+
+def test_a_store_without_the_last_state_is_nothing_for_speculators(
+    tmp_path: Path, make_meta: MakeMeta, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StoreWriter.open(tmp_path / "store", make_meta(layer_ids=(1, 2))).close()
+    assert main(["convert", str(tmp_path / "store"), "-o", str(tmp_path / "out"), "--to", "speculators"]) == 1
+    assert "trains on the last state, id 6 of this target, and" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
