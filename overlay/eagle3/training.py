@@ -299,7 +299,8 @@ class Trainer:
         now, tokens = time.perf_counter(), _num_tokens(taken.share.entries)
         line = {"kind": "train", "step": taken.step, **figures, "lr": taken.rate, "gradient_norm": norm}
         if self.ranks.is_first:
-            folder.append_metrics({**line, "tokens": tokens, "seconds": now - since})
+            memory = peak_memory(self.ranks.device)
+            folder.append_metrics({**line, "tokens": tokens, "seconds": now - since, "peak_memory": memory})
         bar.update()
         bar.set_postfix_str(
             f"loss {figures['loss']:.3f}, first {figures['accuracy'][0]:.1%}, accepts about "
@@ -373,6 +374,11 @@ def load_ahead(items: Iterable[Item], load: Callable[[Item], Share]) -> Iterator
 def estimate_acceptance(accuracy: Sequence[float]) -> float:
     """Tokens that a check would give: 1, and each position's share of the checks that get that far."""
     return 1 + math.fsum(accumulate(accuracy, mul))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that tensors have taken on a GPU so far; None on a CPU, where nobody counts."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def learning_rate(step: int, settings: Settings) -> float:

@@ -123,7 +123,7 @@ def test_an_error_of_one_rank_ends_all_with_its_message(store_path: Path, model_
 
 def entries(lengths: Sequence[int]) -> list[Entry]:
     return [
-        Entry(0, n, str(n), torch.zeros(length).long(), torch.arange(length) >= 2, 2)
+        Entry(0, n, str(n), torch.zeros(length).long(), torch.arange(length) >= 2, 2, 0)
         for n, length in enumerate(lengths)
     ]
 
