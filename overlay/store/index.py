@@ -102,8 +102,11 @@ class Index:
         """Open the index of `folder`. Raises StoreError if there is none."""
         if not (folder / INDEX_FILE).is_file():
             raise StoreError(f"{folder} is not a store: it has no {INDEX_FILE}")
-        index = cls(folder, "ro")
+        # Not "ro": a writer that died while it made or left the write-ahead log may have left a journal, which only a
+        # connection that may write can roll back. Where the file cannot be written, SQLite opens it to be read.
+        index = cls(folder, "rw")
         try:
+            index.execute("PRAGMA query_only=ON")
             if not index.has_schema():
                 raise StoreError(f"{folder} is not a store: its {INDEX_FILE} has no table of records")
         except BaseException:

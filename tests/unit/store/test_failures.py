@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,28 @@ def test_newer_schema_is_refused_with_both_versions(store_path, meta) -> None:
         Store.open(store_path)
     with pytest.raises(StoreError, match=message):
         StoreWriter.open(store_path, meta)
+
+
+def test_index_whose_writer_died_in_a_transaction_is_read_as_before_it(
+    tmp_path, store_path, meta, make_rows, make_record
+) -> None:
+    """A writer makes and leaves the write-ahead log in transactions with a journal; the copy is what its death leaves."""
+    rows = make_rows(2)
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(rows)
+        writer.commit([make_record("a", range(2))] * 100)
+    connection = sqlite3.connect(store_path / "index.sqlite", isolation_level=None)
+    connection.execute("PRAGMA cache_size=1")
+    connection.execute("BEGIN")
+    connection.execute("UPDATE records SET extents = zeroblob(1000)")
+    shutil.copytree(store_path, tmp_path / "dead")
+    connection.close()
+    assert (tmp_path / "dead" / "index.sqlite-journal").stat().st_size > 0
+    with Store.open(tmp_path / "dead") as store:
+        assert len(store) == 100
+        assert torch.equal(store[99].hidden_states, rows)
+        with pytest.raises(StoreError, match="readonly database"):
+            store.index.execute("DELETE FROM records")
 
 
 def test_closed_store_is_one_plain_index_file(store_path, meta, make_rows, make_record) -> None:
