@@ -87,6 +87,31 @@ def save_random(model_class: Any, config: Any, folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
 
+def write_tiny_mixtral(folder: Path, *, layers: int = 4, seed: int = 0) -> Path:
+    """A random Mixtral in float32, hidden 128, two of four experts a token, with its tokenizer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        eos_token_id=END_OF_TURN,
+        dtype="float32",
+    )
+    save_random(MixtralForCausalLM, config, folder, seed)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Latent:
     """The sizes of multi-head latent attention."""

@@ -5,18 +5,27 @@ The draft learns a random target's own text, so it accepts little: what is compa
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.live.runs import Reference, run_python
+from tests.live.runs import Reference, clean_environment, run_python
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.dataset import Dataset, DatasetItem, write_dataset
-from vllm_overlay.store import Store, summarize
+from vllm_overlay.offline.replica import share_out
+from vllm_overlay.store import Store, StoreError, summarize
 
 pytestmark = pytest.mark.live
 
@@ -56,19 +65,109 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "data"
 
 
+@dataclass(frozen=True)
+class Captured:
+    """The store of the two replicas, and what was seen on the way."""
+
+    store: Path
+    shares: tuple[int, int]
+    lost_with: int
+    """records that the second replica had committed when it was killed"""
+    printed: tuple[str, str]
+    """by the first replica, and by the second, started again"""
+
+
+def vary(item: DatasetItem, turn: int) -> DatasetItem:
+    """The item under another key, with no prefix that another one has."""
+    return DatasetItem(f"{item.key}.{turn}", np.roll(item.token_ids, turn), np.roll(item.loss_mask, turn))
+
+
+def replica_variables(rank: int) -> dict[str, str]:
+    """What torchrun sets; with the last, a process group of the engine's own would wait for torchrun's store."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def count_records(store: Path) -> int:
+    """Records that the second replica has committed."""
+    for path in store.glob("replica-1-of-2-*"):
+        # An index has no tables for a moment after its file is there.
+        with contextlib.suppress(StoreError), Store.open(path) as opened:
+            return len(opened)
+    return 0
+
+
+def kill_at_first_record(command: list[str], environment: dict[str, str], store: Path) -> int:
+    """Start the second replica, and kill all its processes when there is a record; how many there are then."""
+    with (store.parent / "killed.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=clean_environment(environment), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while not count_records(store):
+                assert process.poll() is None, (store.parent / "killed.log").read_text()[-5000:]
+                time.sleep(0.01)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return count_records(store)
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, model: Path, dataset: Path) -> Path:
+def captured(tmp_path_factory: pytest.TempPathFactory, model: Path, dataset: Path) -> Captured:
+    """All but three of the items and variations of them, by two replicas at the same time; the second is lost in the
+    middle and started again."""
     path = tmp_path_factory.mktemp("capture") / "store"
     part = path.parent / "part"
-    items = list(Dataset.open(dataset))
-    write_dataset(part, items[:57], {"model": str(model)})
-    first = run_command("capture", part, "--model", model, "-o", path, *ENGINE)
-    assert "57 captured, 0 already there" in first.stdout
-    return path
+    items = list(Dataset.open(dataset))[:57]
+    varied = [vary(item, turn) for turn in range(1, 8) for item in items]
+    write_dataset(part, [*items, *varied], {"model": str(model)})
+    words = ["-m", "vllm_overlay.cli", "capture", str(part), "--model", str(model), "-o", str(path), *ENGINE]
+    # One of the items a step: a replica is not through before it is killed.
+    words += ["--max-num-seqs", "1", "--max-num-batched-tokens", "256"]
+    environments = [{"OMP_NUM_THREADS": "1", **replica_variables(rank)} for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(run_python, words, environments[0])
+        lost_with = kill_at_first_record([sys.executable, *words], environments[1], path)
+        second = run_python(words, environments[1])
+        first_done = first.result()
+    for done in (first_done, second):
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    plan = share_out([*items, *varied], 2)
+    shares = (plan.owners.count(0), plan.owners.count(1))
+    return Captured(path, shares, lost_with, (first_done.stdout, second.stdout))
+
+
+@pytest.fixture(scope="module")
+def store(captured: Captured) -> Path:
+    return captured.store
+
+
+def test_a_lost_replica_takes_up_what_is_missing_of_its_share(captured: Captured) -> None:
+    """CASES 20 with two replicas, one of which is killed: every item once, whoever computed it and when."""
+    first, second = captured.shares
+    assert 0 < captured.lost_with < second
+    assert (
+        f"replica 0/2 (RANK=0 and WORLD_SIZE=2): {first} of 456 items, {first} of them missing" in captured.printed[0]
+    )
+    assert f"{first} captured, 0 already there" in captured.printed[0]
+    assert f"{second - captured.lost_with} captured, {captured.lost_with} already there" in captured.printed[1]
+    with Store.open(captured.store) as opened:
+        tags = [record.tag for record in opened if record.complete]
+        assert len(opened.members) == 2
+        assert list(opened.verify()) == []
+    assert len(tags) == len(set(tags)) == 456
 
 
 def test_only_what_is_missing_is_captured(store: Path, dataset: Path, model: Path) -> None:
-    """CASES 20: with 57 of 60 done, run again: exactly 3 forward passes; again: 0."""
+    """CASES 20: with 57 of 60 done, by others, run again alone: exactly 3 forward passes; again: 0."""
     with Store.open(store) as opened:
         rows, records = summarize(opened).rows_stored, len(opened)
     items = {item.key: item for item in Dataset.open(dataset)}
@@ -76,11 +175,14 @@ def test_only_what_is_missing_is_captured(store: Path, dataset: Path, model: Pat
     assert len(missing) == 3
     again = run_command("capture", dataset, "--model", model, "-o", store, *ENGINE)
     assert "3 captured, 57 already there" in again.stdout
+    assert "replica" not in again.stdout
     reference = Reference(model)
     with Store.open(store) as opened:
         assert len(opened) == records + 3
         assert summarize(opened).rows_stored <= rows + sum(len(items[key].token_ids) for key in missing)
         for record in opened:
+            if record.tag not in items:
+                continue  # a variation
             item: DatasetItem = items[record.tag]
             assert record.token_ids.tolist() == item.token_ids.tolist()
             assert record.loss_mask is not None

@@ -1,21 +1,32 @@
 """CASES 12 and 14: engines of two ranks over gloo, tensor and pipeline parallel, against the transformers forward.
 
 One writer a column: with tensor parallelism rank 0, with pipeline parallelism each stage for the layers it computes.
+And data parallel: each replica writes the requests that it got, whole.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.live.runs import Answer, Batch, Reference, run_script
-from tests.tiny_models import write_tiny_llama
-from vllm_overlay.store import Store
+from tests.live.runs import Answer, Batch, Reference, clean_environment, run_script
+from tests.live.test_serve_live import ask, wait_until_ready
+from tests.tiny_models import write_tiny_llama, write_tiny_mixtral
+from vllm_overlay.store import Store, summarize
 
 pytestmark = pytest.mark.live
+
+VLLM = metadata.version(metadata.packages_distributions()["vllm"][0])
 
 LAYERS = 4
 TOLERANCE = 1e-4
@@ -90,3 +101,101 @@ def test_every_column_has_one_writer(captured: tuple[str, list[list[Answer]], Pa
     ranks, _, folder = captured
     shards = sorted(path.name for path in (folder / "shards").glob("*.safetensors"))
     assert len(shards) == (1 if ranks == "tensor" else 2), shards
+
+
+NUM_REPLICAS = 2
+
+
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.skipif(
+    VLLM == "0.32.0", reason="its communicator for CPUs has no all_gatherv, which experts spread over replicas need"
+)
+def test_replicas_of_experts_write_their_own_requests_and_no_dummy_steps(tmp_path: Path) -> None:
+    """Two engines that compute experts together; the second runs out of requests and goes on with dummy batches."""
+    model = write_tiny_mixtral(tmp_path / "model", layers=LAYERS)
+    batches = [
+        Batch([make_prompt(30, 40), make_prompt(31, 7)], 30),
+        Batch([make_prompt(32, 20)], 4),
+    ]
+    port = str(find_port())
+
+    def run_replica(rank: int) -> list[list[Answer]]:
+        environment = {
+            "VLLM_OVERLAY": "1",
+            "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"),
+            "VLLM_OVERLAY_LAYERS": "all",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_DP_RANK": str(rank),
+            "VLLM_DP_RANK_LOCAL": str(rank),
+            "VLLM_DP_SIZE": str(NUM_REPLICAS),
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": port,
+        }
+        return run_script(tmp_path / str(rank), model, [batches[rank]], environment=environment)
+
+    with ThreadPoolExecutor(NUM_REPLICAS) as pool:
+        answers = list(pool.map(run_replica, range(NUM_REPLICAS)))
+    texts = [
+        (prompt + answer.token_ids)[:-1]
+        for batch, (of_replica,) in zip(batches, answers, strict=True)
+        for prompt, answer in zip(batch.prompts, of_replica, strict=True)
+    ]
+    reference = Reference(model)
+    with Store.open(tmp_path / "store") as store:
+        assert sorted(record.token_ids.tolist() for record in store) == sorted(texts)
+        summary = summarize(store)
+        assert (summary.complete, summary.logs, summary.logs_unclean) == (3, NUM_REPLICAS, 0)
+        assert summary.rows_stored == sum(map(len, texts))
+        for record in store:
+            difference = (record.hidden_states - reference.states(record.token_ids)).abs().max()
+            assert float(difference) < TOLERANCE, record.request_id
+
+
+@pytest.mark.skipif(VLLM == "0.16.0", reason="the newest is enough: two engines and a server")
+def test_replicas_behind_a_server_write_one_store(tmp_path: Path, model: Path) -> None:
+    """`vllm serve --data-parallel-size 2`: every record under its own id, in the log of the replica that had it."""
+    port = find_port()
+    environment = clean_environment(
+        {
+            "VLLM_OVERLAY": "1",
+            "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"),
+            "VLLM_OVERLAY_LAYERS": "0,2,4",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    )
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    words = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--port", str(port)]
+    command = [sys.executable, *server, *words, "--data-parallel-size", str(NUM_REPLICAS)]
+    prompts = {f"t{i}": f"prompt number {i}, and " + "x" * i for i in range(12)}
+
+    def ask_tagged(tag: str) -> str:
+        answer = ask(port, model, prompt=prompts[tag], vllm_xargs={"overlay": json.dumps({"tag": tag})})
+        return str(answer["id"])
+
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_until_ready(process, port, tmp_path / "log")
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                ids = dict(zip(prompts, pool.map(ask_tagged, prompts), strict=True))
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+    reference = Reference(model)
+    with Store.open(tmp_path / "store") as store:
+        assert sorted(str(record.tag) for record in store) == sorted(prompts)
+        by_log = dict(store.index.execute("SELECT log, count(*) FROM records GROUP BY log"))
+        assert len(by_log) == NUM_REPLICAS
+        assert summarize(store).logs_unclean == 0
+        for record in store:
+            assert record.request_id.startswith(ids[str(record.tag)])
+            assert record.complete
+            assert record.num_prompt_tokens == len(prompts[str(record.tag)])
+            difference = (record.hidden_states - reference.states(record.token_ids)[:, [0, 2, 4]]).abs().max()
+            assert float(difference) < TOLERANCE, record.request_id
