@@ -45,9 +45,6 @@ BATCHES_PER_REPLICA = 16
 
 MOST_ITEMS = 1024
 
-RESTARTS = 3
-"""How often an actor is started again, where Ray would do so for ever: what kills it may be in the dataset."""
-
 
 def capture_with_ray(
     dataset: Path, *, model: str, store: Path, layers: str, engine_options: Sequence[str], replicas: int
@@ -66,6 +63,7 @@ def capture_with_ray(
         return CaptureSummary(0, len(items), 0, 0, 0.0)
     check_disk(store, wanted, shape, len(layer_ids))
     ray.init(ignore_reinit_error=True, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts tokens
     plan = EnginePlan(str(dataset.absolute()), model, str(store.absolute()), layers, tuple(engine_options))
     gpus = _count_gpus(engine_options, replicas, ray.cluster_resources())
     started = time.perf_counter()
@@ -105,7 +103,7 @@ class EngineReplica:
         return build_engine(plan.model, plan.engine_options)
 
     def __call__(self, batch: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        """`data`: numbers of items, int64 [items]. Answers with their tokens, and the bytes of all rows in the first."""
+        """`data`: numbers of items, int64 [items]. Answers with their tokens, and all rows' bytes in the first."""
         items = [self._dataset[int(number)] for number in batch["data"]]
         check_lengths(self._llm, items)
         done = find_done(find_stores(self._folder), items)
@@ -142,8 +140,6 @@ def _spread(ray: Any, numbers: NDArray[np.int64], plan: EnginePlan, replicas: in
         compute=ray.data.ActorPoolStrategy(size=replicas),
         num_cpus=1,
         num_gpus=gpus,
-        max_restarts=RESTARTS,
-        max_task_retries=RESTARTS,
     )
 
 
