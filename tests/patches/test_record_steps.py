@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,3 +36,21 @@ def test_it_fits_this_vllm(apply: Apply) -> None:
     applied = apply(PATCH)
     assert applied.replacements[0].original is original
     assert Worker.execute_model.__wrapped__ is not None
+
+
+def test_a_dummy_batch_is_no_step(apply: Apply, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data-parallel replica without requests runs the model for the others: below the worker's `execute_model`."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    calls: list[str] = []
+    monkeypatch.setattr(CaptureExtension, "overlay_before_step", lambda worker, step: calls.append("recorded"))
+    # From 0.31 on a property that reads the parallel configuration.
+    monkeypatch.setattr(Worker, "randomize_dummy_inputs", False, raising=False)
+    apply(PATCH)
+    worker: Any = Worker.__new__(Worker)
+    worker.use_v2_model_runner = False
+    worker.model_runner = SimpleNamespace(
+        uniform_decode_query_len=1, _dummy_run=lambda *arguments, **options: calls.append("dummy run")
+    )
+    worker.execute_dummy_batch()
+    assert calls == ["dummy run"]
