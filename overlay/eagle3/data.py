@@ -56,7 +56,10 @@ class Corpus:
         self.entries = entries
         self.skipped = skipped
         columns = list(stores[0].layer_ids)
-        self._feature_columns = [columns.index(layer) for layer in feature_ids]
+        chosen = [columns.index(layer) for layer in feature_ids]
+        # Neighbours are read as a view of the file, others are copied once more.
+        neighbours = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
+        self._feature_columns = slice(chosen[0], chosen[0] + len(chosen)) if neighbours else chosen
         self._final_column = columns.index(stores[0].meta.num_hidden_layers)
 
     @property

@@ -98,7 +98,9 @@ def command(gpus: int, store: Path, model: Path, run: Path, *options: str) -> li
 
 def environment(gpus: int) -> dict[str, str]:
     devices = ",".join(map(str, range(gpus)))
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    paths = os.pathsep.join(filter(None, sys.path))
+    # Reading ahead copies states on the CPU, for which torchrun would leave each rank one thread.
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": paths, "OMP_NUM_THREADS": "8"}
 
 
 def train(gpus: int, store: Path, model: Path, run: Path, *options: str) -> list[dict[str, Any]]:
