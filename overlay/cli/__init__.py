@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vllm_overlay.errors import OverlayError
 
-COMMANDS = ("status", "check", "prepare", "capture", "inspect", "convert", "train", "export", "evaluate")
+COMMANDS = ("status", "check", "prepare", "capture", "inspect", "convert", "copy", "train", "export", "evaluate")
 WITH_ENGINE_OPTIONS = ("status", "prepare", "capture", "evaluate")
 
 

@@ -88,7 +88,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['row_references'] - report['rows_in_records']:,} more references to shared rows",
         "logs": f"{report['logs']:,}: {report['logs_open']:,} not closed, "
         f"{report['logs_unclean']:,} cut off by a crash ({report['rows_dropped']:,} rows dropped)",
-        "on disk": f"{_format_bytes(report['bytes_on_disk'])} (shards: {report['shards']:,})",
+        "on disk": f"{format_bytes(report['bytes_on_disk'])} (shards: {report['shards']:,})",
         "finish reasons": ", ".join(f"{reason} {count:,}" for reason, count in report["finish_reasons"].items())
         or "none",
     }
@@ -115,7 +115,7 @@ def _format_norm(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _format_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
