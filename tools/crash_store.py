@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from crash_writer import RECORDS_PER_WRITER, Fault, Plan, find_hole, list_tokens, make_rows, run_writer
+from crash_writer import RECORDS_PER_WRITER, Fault, Meeting, Plan, find_hole, list_tokens, make_rows, run_writer
 from tqdm import tqdm
 
 from vllm_overlay.store import Store, StoreError
 from vllm_overlay.store.extents import merge_extents
 
 LONGEST_ROUND_S = 60
-ROUNDS_PER_STORE = 25
+ROUNDS_PER_STORE = 12
 WRITERS = ("one writer", "one writer", "two writers", "two stages")
 KILLS = ("at any moment", "kill", "kill after")
 FAULTS = ("EIO", "EIO", "ENOSPC once", "disk full", "short write")
@@ -65,12 +65,14 @@ class Child:
     said: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, plan: Plan, fault: Fault) -> Child:
+    def start(cls, plan: Plan, fault: Fault, meeting: Meeting | None = None) -> Child:
         reading, writing = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reading)
-            run_writer(plan, fault, writing)
+            if meeting is not None:
+                meeting.enter()
+            run_writer(plan, fault, writing, meeting)
             os._exit(0)
         os.close(writing)
         return cls(plan, pid, reading)
@@ -92,6 +94,18 @@ class Child:
     @property
     def committed(self) -> set[int]:
         return {number for numbers in self.find("committed") for number in numbers}
+
+
+def start_children(plans: Sequence[Plan], fault: Fault) -> list[Child]:
+    """A process for each plan, the first with the fault."""
+    faults = [fault, Fault("none")]
+    if plans[0].stage is None:
+        return [Child.start(plan, each) for plan, each in zip(plans, faults, strict=False)]
+    meetings = Meeting.make_pair()
+    children = [Child.start(*each) for each in zip(plans, faults, meetings, strict=True)]
+    for meeting in meetings:
+        meeting.leave()
+    return children
 
 
 @dataclass
@@ -247,7 +261,7 @@ class Rounds:
 
     def _crash(self, how: str, writers: str, plans: Sequence[Plan]) -> bool:
         fault = Fault(how if how in Fault.NAMES else "none", self._draw_call(writers), self._random.randrange(256))
-        children = [Child.start(plan, fault if not place else Fault("none")) for place, plan in enumerate(plans)]
+        children = start_children(plans, fault)
         if how == "at any moment":
             time.sleep(10 ** self._random.uniform(-4.3, -0.3))
             children[0].kill()
@@ -308,7 +322,7 @@ class Rounds:
         self._writers += 1
         first = self._writers * RECORDS_PER_WRITER
         rows_per_shard, seed = self._random.randint(5, 60), self._random.randrange(1 << 30)
-        records = self._random.randint(3, 14)
+        records = self._random.randint(3, 10)
         if writers == "two stages":
             stages = self._random.sample((0, 1), 2)
             return [Plan(self._store.path, first, records, rows_per_shard, stage, seed + stage) for stage in stages]

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store import Part, PendingRecord, Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store import Part, PendingRecord, StoreError, StoreMeta, StoreWriter
 
 HIDDEN = 64
 META = StoreMeta((2, 4, 6), HIDDEN, "float32", 6, "made up", "f" * 64, "none", "V2")
@@ -29,7 +28,6 @@ RECORDS_PER_WRITER = 1000  # numbers that a writer may give to its records
 LONGEST = 40  # tokens
 POSITIONS = 1 << 8
 NO_RECORD = 0  # owner of rows that get into no record
-LONGEST_WAIT_S = 3
 TRIES = 3  # of a batch with one writer, and of opening writers
 
 
@@ -96,12 +94,49 @@ def make_rows(tokens: NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(rows)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """No stage of an engine writes before all have opened the store; here the other one may have died before.
+
+    Each of two processes has the writing end of one pipe, which closes when it has come so far or is dead, and the
+    reading end of the other's. `strange` are the ends that are for the other process.
+    """
+
+    own: int
+    other: int
+    strange: tuple[int, int]
+
+    @classmethod
+    def make_pair(cls) -> tuple[Meeting, Meeting]:
+        (first_read, first_write), (second_read, second_write) = os.pipe(), os.pipe()
+        return (
+            cls(first_write, second_read, (first_read, second_write)),
+            cls(second_write, first_read, (second_read, first_write)),
+        )
+
+    def enter(self) -> None:
+        """In the process whose it is."""
+        for end in self.strange:
+            os.close(end)
+
+    def attend(self) -> None:
+        """This one has opened the store; wait for the other."""
+        os.close(self.own)
+        os.read(self.other, 1)
+
+    def leave(self) -> None:
+        """In the process that started both, after that."""
+        os.close(self.own)
+        os.close(self.other)
+
+
 class WriterProcess:
     """Writes what a plan says, and reports every step in a line of JSON."""
 
-    def __init__(self, plan: Plan, report: int) -> None:
+    def __init__(self, plan: Plan, report: int, meeting: Meeting | None) -> None:
         self._plan = plan
         self._report = report
+        self._meeting = meeting
         self._random = random.Random(plan.seed)
         self._left = list(range(plan.first, plan.first + plan.records))
 
@@ -128,8 +163,8 @@ class WriterProcess:
         self._say(at="opening")
         writer = StoreWriter.open(plan.store, META, rows_per_shard=plan.rows_per_shard, part=part)
         self._say(at="writing", opened=True)
-        if part is not None:
-            self._await_other_stage(part)
+        if self._meeting is not None:
+            self._meeting.attend()
         try:
             rows_of_tokens: dict[int, int] = {}
             while self._left:
@@ -137,15 +172,6 @@ class WriterProcess:
         finally:
             self._say(at="closing")
             writer.close()
-
-    def _await_other_stage(self, part: Part) -> None:
-        """No stage of an engine writes before all have opened the store; here the other one may be dead."""
-        deadline = time.monotonic() + LONGEST_WAIT_S
-        with Store.open(self._plan.store) as store:
-            while time.monotonic() < deadline:
-                if store.index.execute("SELECT count(*) FROM logs WHERE session = ?", (part.session,)) != [(1,)]:
-                    return
-                time.sleep(0.001)
 
     def _write_batch(self, writer: StoreWriter, numbers: Sequence[int], rows_of_tokens: dict[int, int]) -> None:
         for trial in range(TRIES):
@@ -191,10 +217,10 @@ class WriterProcess:
         os.write(self._report, json.dumps(facts).encode() + b"\n")
 
 
-def run_writer(plan: Plan, fault: Fault, report: int) -> None:
+def run_writer(plan: Plan, fault: Fault, report: int, meeting: Meeting | None) -> None:
     """In a process of its own: write, with the fault, and report an error that is none of the store's as well."""
     try:
         arm(fault, plan.store.parent, report)
-        WriterProcess(plan, report).run()
+        WriterProcess(plan, report, meeting).run()
     except BaseException as error:  # noqa: BLE001 - a defect of the store: the parent names it
         os.write(report, json.dumps({"stranger": f"{type(error).__name__}: {error}"}).encode() + b"\n")

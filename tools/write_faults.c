@@ -214,7 +214,7 @@ int unlink(const char *path)
 int mkdir(const char *path, mode_t mode)
 {
     REAL(int, mkdir, const char *, mode_t);
-    if (!is_named_ours(path)) return real(path, mode);
+    if (!is_named_ours(path) || !access(path, F_OK)) return real(path, mode);
     if (count(GROW, "mkdir", path)) return -1;
     int result = real(path, mode);
     after("mkdir", path);
