@@ -227,7 +227,7 @@ def test_newer_schema_is_refused_with_both_versions(store_path, meta) -> None:
 def test_index_whose_writer_died_in_a_transaction_is_read_as_before_it(
     tmp_path, store_path, meta, make_rows, make_record
 ) -> None:
-    """A writer makes and leaves the write-ahead log in transactions with a journal; the copy is what its death leaves."""
+    """A writer makes and leaves the write-ahead log in transactions with a journal; the copy is what a death leaves."""
     rows = make_rows(2)
     with StoreWriter.open(store_path, meta) as writer:
         writer.append(rows)
