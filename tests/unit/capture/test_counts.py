@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_overlay.capture.counts import COUNTERS, COUNTS, CountsCollector, CountsFile, read_counts
-from vllm_overlay.capture.recorder import Recorder, RequestFacts
+from vllm_overlay.capture.recorder import Recorder, RequestFacts, Statistics
 from vllm_overlay.capture.rows import Plan
+from vllm_overlay.capture.session import Bystander, CaptureSession
 from vllm_overlay.capture.transfer import CpuTransfer
 from vllm_overlay.shared_folder import FOLDER_VARIABLE
 from vllm_overlay.store import Store, StoreMeta, StoreWriter
@@ -33,6 +36,14 @@ def collect() -> dict[tuple[str, str], float]:
         for family in CountsCollector().collect()
         for sample in family.samples
     }
+
+
+def test_every_worker_has_every_count() -> None:
+    session: Any = CaptureSession.__new__(CaptureSession)
+    session._book = session._transfer = None
+    session._recorder = SimpleNamespace(statistics=Statistics(num_rows=7, num_incomplete=2), backlog=3)
+    assert session.statistics() == dict.fromkeys(COUNTS, 0) | {"rows": 7, "incomplete_records": 2, "backlog": 3}
+    assert Bystander().statistics() == dict.fromkeys(COUNTS, 0)
 
 
 def test_two_workers_are_told_apart_by_their_logs(folder: Path) -> None:
