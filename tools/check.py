@@ -58,6 +58,7 @@ LIVE = (
     LiveModule("test_capture_live", "more cases of what test_matrix_live shows on every release", (NEWEST,)),
     LiveModule("test_errors_live", "how a release carries a worker's error, and what it patches for that, varies"),
     LiveModule("test_parallel_live", "which rank holds which layers, and what a stage is told", ("0.16.0", NEWEST)),
+    LiveModule("test_rehearse_live", "how a model dies, and what a CPU can build, varies", ("0.16.0", NEWEST)),
     LiveModule("test_matrix_live", "what every release must show"),
     LiveModule("test_architectures_live", "layers of many kinds, whose code differs by release", ("0.16.0", NEWEST)),
     LiveModule("test_status_live", "which processes there are: all in one, or a worker of its own", ("0.16.0", NEWEST)),

@@ -94,7 +94,7 @@ def _read_field(path: Path, value: Any, count: int, base: int, part: Mapping[str
     if name in _LAST:
         kinds = tuple(str(layer >= count - value) for layer in range(count))
         return Field(path, kinds, lambda kept: sum(layer >= count - value for layer in kept))
-    if _PERIOD.search(name) and 1 < value <= count:
+    if _PERIOD.search(name) and value > 1:
         return Field(path, tuple(str(layer % value) for layer in range(count)), lambda kept: value, is_period=True)
     return None
 

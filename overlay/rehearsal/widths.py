@@ -103,7 +103,7 @@ def _rules(part: Mapping[str, Any], sizes: Sizes) -> tuple[tuple[re.Pattern[str]
     """The first that fits counts."""
     return (
         (_NO_ATTENTION, None),
-        (_HEAD_NAMES, lambda heads: min(heads, HEADS) if "expand" not in part else heads),
+        (_HEAD_NAMES, lambda heads: heads if _is_state_space(part) else min(heads, HEADS)),
         (_KV_NAMES, lambda heads: _shrink_kv(heads, sizes)),
         (_EXPERT_NAMES, lambda experts: min(experts, EXPERTS)),
         (_TOP_NAMES, lambda experts: min(experts, EXPERTS_PER_TOKEN)),
@@ -136,6 +136,11 @@ def _scale(width: int, sizes: Sizes) -> int:
     return min(width, -(-scaled // _STEP) * _STEP)
 
 
+def _is_state_space(part: Mapping[str, Any]) -> bool:
+    """Whether its `num_heads` are those of a state-space model without attention (Mamba 2)."""
+    return "expand" in part and isinstance(part.get("num_heads"), int) and "num_attention_heads" not in part
+
+
 def _list_states(part: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int]]:
     """Linear attention and state-space layers: their heads fill a multiple of the hidden size, or are few."""
     keys, values = part.get("linear_num_key_heads"), part.get("linear_num_value_heads")
@@ -145,7 +150,7 @@ def _list_states(part: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, i
         yield "linear_num_value_heads", small * max(1, values // keys)
     name = next((name for name in _STATE_HEADS if isinstance(part.get(name), int)), None)
     width = next((part[name] for name in _STATE_WIDTHS if isinstance(part.get(name), int)), None)
-    if name is None and "expand" in part and isinstance(part.get("num_heads"), int):
+    if name is None and _is_state_space(part):
         name, width = "num_heads", part.get("head_dim")
     if name is None:
         return

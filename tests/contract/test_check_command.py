@@ -15,6 +15,7 @@ import vllm_overlay
 from tests.unit.check.conftest import DEEPSEEK, LLAMA
 
 LIMIT_S = 2.0
+KIMI_K25 = json.loads(Path(__file__).resolve().parents[1].joinpath("configs", "kimi_k25.json").read_text())
 
 # numpy is a second's import where it is cold.
 HEAVY = ("torch", "vllm", "transformers", "numpy")
@@ -41,8 +42,13 @@ def run_check(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 @pytest.mark.parametrize(
     "config",
-    [dict(LLAMA), {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]}, {**LLAMA, "architectures": ["LamaFor"]}],
-    ids=["llama", "deepseek_v3", "unknown"],
+    [
+        dict(LLAMA),
+        {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]},
+        KIMI_K25,
+        {**LLAMA, "architectures": ["LamaFor"]},
+    ],
+    ids=["llama", "deepseek_v3", "kimi_k25", "unknown"],
 )
 def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

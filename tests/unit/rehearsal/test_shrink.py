@@ -159,9 +159,21 @@ def test_lists_of_layers_that_count_from_1() -> None:
 def test_a_pattern_of_characters() -> None:
     """As Nemotron-H's is."""
     pattern = "M-M-M-M*-M-M-M-M*-M-M"
-    small = shrink({**read("llama"), "num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern})
-    assert small.config["hybrid_override_pattern"] == "M-M-M-M*"
-    assert len(small.layers) == 8
+    states = {"expand": 2, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8}
+    whole = {**read("llama"), **states, "num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
+    small = shrink(whole).config
+    assert small["hybrid_override_pattern"] == "M-M-M-M*"
+    assert small["num_hidden_layers"] == 8
+    assert (small["hidden_size"], small["num_attention_heads"], small["expand"]) == (512, 4, 2)
+    assert (small["mamba_num_heads"], small["mamba_head_dim"], small["n_groups"]) == (16, 64, 2)
+
+
+def test_heads_of_a_model_of_states_only() -> None:
+    """As Mamba 2's are: they fill twice the hidden size."""
+    whole = {"hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64, "expand": 2, "n_groups": 8}
+    small = shrink(whole).config
+    assert small["num_heads"] * small["head_dim"] == small["expand"] * small["hidden_size"] == 512
+    assert small["n_groups"] == 2
 
 
 @given(
@@ -176,7 +188,7 @@ def test_no_kind_is_lost(types: list[str], dense: int, frequency: int) -> None:
     kinds = [(one, index < dense, index % frequency) for index, one in enumerate(types)]
     assert [kinds[index] for index in kept][: len(kept)] == [kinds[index] for index in sorted(set(kept))]
     assert list(dict.fromkeys(kinds[index] for index in kept)) == list(dict.fromkeys(kinds))
-    if 1 < frequency <= count:
+    if frequency > 1:
         assert kept == tuple(range(len(kept)))
     elif kept != tuple(range(len(kept))):
         assert len(kept) <= MOST_LAYERS
