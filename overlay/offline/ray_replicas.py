@@ -65,9 +65,14 @@ def capture_with_ray(
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts tokens
     plan = EnginePlan(str(dataset.absolute()), model, str(store.absolute()), layers, tuple(engine_options))
-    gpus = _count_gpus(engine_options, replicas, ray.cluster_resources())
+    gpus = count_gpus(engine_options, replicas, ray.cluster_resources())
     started = time.perf_counter()
-    num_bytes = _follow(_spread(ray, _number(items, wanted), plan, replicas, gpus), wanted)
+    try:
+        num_bytes = _follow(_spread(ray, _number(items, wanted), plan, replicas, gpus), wanted)
+    except ray.exceptions.RayError as error:
+        if refusal := find_refusal(str(error)):
+            raise OverlayError(f"a replica: {refusal}") from error
+        raise
     seconds = time.perf_counter() - started
     check_complete(find_stores(store), wanted)
     num_tokens = sum(len(item.token_ids) for item in wanted)
@@ -156,6 +161,14 @@ def _follow(results: Any, wanted: Sequence[DatasetItem]) -> int:
     return num_bytes
 
 
+def find_refusal(text: str) -> str | None:
+    """What a replica refused in one line: Ray hands on an actor's exception as the text of its traceback. None if
+    something else failed."""
+    ours = f"{OverlayError.__module__}.{OverlayError.__qualname__}: "
+    lines = [line.removeprefix(ours) for line in text.splitlines() if line.startswith(ours)]
+    return lines[-1] if lines else None
+
+
 def _import_ray() -> Any:
     try:
         import ray
@@ -165,7 +178,7 @@ def _import_ray() -> Any:
     return ray
 
 
-def _count_gpus(engine_options: Sequence[str], replicas: int, resources: Mapping[str, float]) -> int:
+def count_gpus(engine_options: Sequence[str], replicas: int, resources: Mapping[str, float]) -> int:
     """GPUs of a replica: one for each of its ranks, or none on a cluster of CPUs.
 
     Errors: OverlayError when the cluster has fewer than all replicas need: Ray would wait for more without a word.

@@ -22,6 +22,7 @@ from vllm_overlay.offline.capture import (
     find_spans,
     take_group,
 )
+from vllm_overlay.offline.ray_replicas import count_gpus, find_refusal
 from vllm_overlay.offline.replica import ALONE, Replica, share_out
 from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 
@@ -199,3 +200,16 @@ def test_groups_hold_about_so_many_tokens_and_never_none() -> None:
         group, items = take_group(items, 10)
         taken.append([len(item.token_ids) for item in group])
     assert taken == [[5, 5], [5, 30], [1]]
+
+
+def test_what_a_replica_of_ray_refuses_is_one_line() -> None:
+    traceback = 'ray::MapWorker()\n  File "x.py", line 1, in f\n{}\nray.exceptions.UserCodeException: UDF failed'
+    ours = traceback.format("vllm_overlay.errors.OverlayError: 3 of 9 items are longer than the engine takes")
+    assert find_refusal(ours) == "3 of 9 items are longer than the engine takes"
+    assert find_refusal(traceback.format("ValueError: vllm_overlay.errors.OverlayError: no")) is None
+
+
+def test_a_cluster_with_too_few_gpus_is_one_line() -> None:
+    assert count_gpus([], 4, {"CPU": 16.0}) == 0
+    with pytest.raises(OverlayError, match=r"--ray 4: replicas of 2 GPUs each need 8, and the cluster has 7"):
+        count_gpus(["--tensor-parallel-size", "2"], 4, {"GPU": 7.0})
