@@ -51,18 +51,39 @@ ALIASES: Mapping[str, str] = {
     "TransformersMoEForCausalLM": "MixtralForCausalLM",
 }
 
+# transformers 5.19 saves these under other names than the published checkpoints have, which it reads as well.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "KimiK25ForConditionalGeneration": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.": "",
+    },
+    "KimiLinearForCausalLM": {"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
+}
+
 # vLLM reads these with a class of its own that does not take what transformers' class writes.
 CONFIGURED_BY_VLLM = ("MiMoV2FlashForCausalLM", "DeepseekV4ForCausalLM", "HYV4ForCausalLM")
 
 _MAMBA_1: Mapping[str, Any] = {"state_size": 16, "time_step_rank": 4, "intermediate_size": 128, "bos_token_id": 1}
 _ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_PARTIAL_ROPE: Mapping[str, Any] = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
 
+# vLLM's rotary embeddings on a CPU take the heads of a query that is in three dimensions for tokens.
+_LFM_2: Mapping[str, Any] = {
+    "conv_dim": HIDDEN,
+    "block_dim": HIDDEN,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
 _GEMMA_4: Mapping[str, Any] = {
     "vocab_size_per_layer_input": 128,
     "hidden_size_per_layer_input": 32,
     "global_head_dim": 32,
     "num_kv_shared_layers": 0,
 }
+# In 16 bits, rounding picks another expert for a few tokens, unless all are picked.
+_EVERY_EXPERT: Mapping[str, Any] = {"num_experts_per_tok": 4}
 _LINEAR_ATTENTION: Mapping[str, Any] = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -119,13 +140,15 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "NemotronHForCausalLM": {
-        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"],
+        # vLLM has no experts without gates on a CPU.
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
         "mamba_num_heads": 4,
         "mamba_head_dim": 32,
         "n_groups": 1,
         "ssm_state_size": 32,
         "chunk_size": 32,
-        "moe_shared_expert_intermediate_size": 64,
+        # transformers bounds the length of a step from below, and vLLM does not.
+        "time_step_min": 1e-9,
         "use_mamba_kernels": False,
     },
     "DbrxForCausalLM": {
@@ -140,12 +163,8 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "mla_scale_kv_lora": True,
         "zero_expert_type": "identity",
     },
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "Lfm2ForCausalLM": {
-        "conv_dim": HIDDEN,
-        "block_dim": HIDDEN,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-    },
+    "Lfm2MoeForCausalLM": {**_LFM_2, "num_dense_layers": 1},
+    "Lfm2ForCausalLM": _LFM_2,
     "GPTJForCausalLM": {"rotary_dim": 16},
     "Gemma3nForCausalLM": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -157,11 +176,12 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "laurel_rank": 8,
     },
     "Gemma4ForCausalLM": _GEMMA_4,
-    "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
+    "Qwen3NextForCausalLM": {**_LINEAR_ATTENTION, **_EVERY_EXPERT},
     "Qwen3_5ForCausalLM": _LINEAR_ATTENTION,
-    "Qwen3_5MoeForCausalLM": _LINEAR_ATTENTION,
+    "Qwen3_5MoeForCausalLM": {**_LINEAR_ATTENTION, **_EVERY_EXPERT},
     "OlmoHybridForCausalLM": {**_LINEAR_ATTENTION, "linear_num_value_heads": 1},
     "AfmoeForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "score_func": "sigmoid",
         "route_norm": True,
         "route_scale": 1.0,
@@ -174,20 +194,31 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "sliding_window": None,
     },
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 32},
-    "HunYuanMoEV1ForCausalLM": {"head_dim": 32, "moe_intermediate_size": [64] * 4, "num_shared_expert": [1] * 4},
+    "HunYuanMoEV1ForCausalLM": {
+        "head_dim": 32,
+        "use_mixed_mlp_moe": True,
+        "moe_intermediate_size": [64] * 4,
+        "num_shared_expert": [1] * 4,
+    },
     "RWForCausalLM": {"multi_query": True, "parallel_attn": True},
     "MiniMaxForCausalLM": {"head_dim": 64},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
-    "Lfm2VlForConditionalGeneration": {"text_config": {"conv_dim": HIDDEN, "block_dim": HIDDEN}},
+    "Lfm2VlForConditionalGeneration": {"text_config": _LFM_2},
     "Llama4ForConditionalGeneration": {"text_config": {"num_experts_per_tok": 1}},
     "NemotronForCausalLM": {"num_key_value_heads": 1},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "num_mtp_modules": 0},
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "KimiLinearForCausalLM": {
+        "mla_use_nope": True,
+        "first_k_dense_replace": 1,
         "linear_attn_config": {
             "kda_layers": [1, 3],
             "full_attn_layers": [2, 4],
@@ -236,10 +267,12 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "num_attention_groups": 1,
         "share_expert_dim": 64,
         "moe_layers_enum": "1,2,3",
+        "max_position_embeddings": 256,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "KimiK25ForConditionalGeneration": {
         "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
         "text_config": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     },
     "KimiVLForConditionalGeneration": {
@@ -252,18 +285,26 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
             "num_experts_per_tok": 2,
         },
     },
-    "Gemma4ForConditionalGeneration": {"text_config": _GEMMA_4},
+    "Gemma4ForConditionalGeneration": {
+        "text_config": _GEMMA_4,
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": HIDDEN,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+    },
     "Qwen2VLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
-    "Glm4vForConditionalGeneration": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
+    "Glm4vForConditionalGeneration": {"text_config": {"attention_bias": True, "rope_parameters": _PARTIAL_ROPE}},
     "Glm4vMoeForConditionalGeneration": {
-        "text_config": {
-            "head_dim": 32,
-            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
-        }
+        "text_config": {"head_dim": 32, "use_qk_norm": False, "rope_parameters": _PARTIAL_ROPE}
     },
     "Qwen3_5ForConditionalGeneration": {"text_config": _LINEAR_ATTENTION},
-    "Qwen3_5MoeForConditionalGeneration": {"text_config": _LINEAR_ATTENTION},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": {**_LINEAR_ATTENTION, **_EVERY_EXPERT}},
     "MuseGlimmerForCausalLM": {"model_type": "muse_glimmer_text"},
 }
 
@@ -350,6 +391,23 @@ _MINIMAX_1: Mapping[str, Any] = {
     "layernorm_mlp_alpha": 1.5,
     "layernorm_mlp_beta": 1.0,
 }
+_NEMOTRON_H: Mapping[str, Any] = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*-M",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "ssm_state_size": 32,
+    "conv_kernel": 4,
+    "chunk_size": 32,
+    "expand": 2,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "use_conv_bias": True,
+    "mamba_proj_bias": False,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+}
 BARE: Mapping[str, Mapping[str, Any]] = {
     "AquilaModel": {"model_type": "aquila"},
     "AquilaForCausalLM": {"model_type": "aquila"},
@@ -380,6 +438,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "layer_group_size": 2,
         "group_norm_size": 1,
         "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
     },
     "BailingMoeV3ForCausalLM": {
         "model_type": "bailing_hybrid",
@@ -387,6 +446,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         **_LATENT,
         "layer_group_size": 2,
         "short_conv_kernel_size": 4,
+        "no_kda_lora": True,
     },
     "CwmForCausalLM": {"model_type": "llama"},
     "DeciLMForCausalLM": {
@@ -504,7 +564,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     },
     "MiniMaxM1ForCausalLM": {"model_type": "minimax_m1", **_MINIMAX_1},
     "MiniMaxText01ForCausalLM": {"model_type": "minimax_text_01", **_MINIMAX_1},
-    "NemotronHPuzzleForCausalLM": {"model_type": "nemotron_h_puzzle"},
+    "NemotronHPuzzleForCausalLM": {**_NEMOTRON_H, "model_type": "nemotron_h_puzzle"},
     "OrionForCausalLM": {"model_type": "orion"},
     "OuroForCausalLM": {"model_type": "ouro", "total_ut_steps": 2},
     "PanguEmbeddedForCausalLM": {"model_type": "PanguEmbedded", "attention_bias": True},
@@ -543,23 +603,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "rope_local_theta": 10000.0,
         "sliding_window": 16,
     },
-    "NemotronHForCausalLM": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M*-M",
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "n_groups": 1,
-        "ssm_state_size": 32,
-        "conv_kernel": 4,
-        "chunk_size": 32,
-        "expand": 2,
-        "mamba_hidden_act": "silu",
-        "mlp_hidden_act": "relu2",
-        "use_conv_bias": True,
-        "mamba_proj_bias": False,
-        "rescale_prenorm_residual": True,
-        "residual_in_fp32": False,
-    },
+    "NemotronHForCausalLM": _NEMOTRON_H,
     "GlmMoeDsaForCausalLM": {"model_type": "glm_moe_dsa", **_EXPERTS, **_LATENT, "index_topk": 16},
     "Glm4MoeLiteForCausalLM": {"model_type": "glm4_moe_lite", **_EXPERTS, **_LATENT, "moe_layer_freq": 1},
     "Jais2ForCausalLM": {"model_type": "jais2", "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
@@ -594,7 +638,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "use_qk_norm": True,
         "score_function": "sigmoid",
     },
-    "SarvamMLAForCausalLM": {"model_type": "sarvam_mla", **_EXPERTS, **_LATENT},
+    "SarvamMLAForCausalLM": {"model_type": "sarvam_mla", **_EXPERTS, **_LATENT, "q_lora_rank": None, "head_dim": 576},
     "SolarForCausalLM": {
         "model_type": "solar",
         "bskcn_1": [1],
@@ -664,5 +708,18 @@ ENGINE: Mapping[str, Mapping[str, Any]] = {
     "Qwen3_5ForConditionalGeneration": _BFLOAT16,
     "Qwen3_5MoeForConditionalGeneration": _BFLOAT16,
     "OlmoHybridForCausalLM": _BFLOAT16,
-    "KimiLinearForCausalLM": {**_BFLOAT16, "enable_prefix_caching": False},
+    "KimiLinearForCausalLM": {"enable_prefix_caching": False},
 }
+
+# What these have is latent attention whatever VLLM_MLA_DISABLE says, and vLLM's CPU backend then takes their heads for
+# another one's.
+LATENT_ALWAYS = (
+    "BailingMoeV2_5ForCausalLM",
+    "BailingMoeV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "KimiLinearForCausalLM",
+    "LongcatFlashForCausalLM",
+    "PanguUltraMoEForCausalLM",
+    "SarvamMLAForCausalLM",
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from architecture_fields import ALIASES, BARE, BARE_FIELDS, CONFIGURED_BY_VLLM, EXTRA, SIZES
+from architecture_fields import ALIASES, BARE, BARE_FIELDS, CONFIGURED_BY_VLLM, EXTRA, RENAMED, SIZES
 
 VOCABULARY = 128
 SPREAD = 0.08
@@ -63,6 +63,7 @@ def write_checkpoint(architecture: str, folder: Path, seed: int = 0, *, weights:
     if model_class is not None and getattr(model_class, "config_class", None) is not None:
         config = shrink(model_class.config_class, EXTRA.get(architecture, {}))
         if weights and _write_weights(model_class, config, folder, seed):
+            _rename_weights(folder / "model.safetensors", RENAMED.get(architecture, {}))
             _write_config(folder, architecture, {})
             return Checkpoint(folder, "transformers", type(config).__name__, model_class)
         config.save_pretrained(folder)
@@ -139,6 +140,8 @@ def _shrink_pattern(whole: Any, name: str, layers: int) -> dict[str, Any]:
 def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> bool:
     """Random weights; norms that are not the identity, so that a state taken behind one is seen to be another.
 
+    They are numbers of bfloat16, so that an engine of 16 bits has the weights that transformers has.
+
     False where transformers cannot save them: before 5 it refuses Zamba2's, which several layers share.
     """
     import torch
@@ -152,6 +155,7 @@ def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> bo
                     parameter.copy_(torch.randn_like(parameter) * SPREAD)
                 elif "norm" in name or "ln_" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.copy_(parameter.bfloat16())
     try:
         model.save_pretrained(folder)
     except RuntimeError as error:
@@ -159,6 +163,19 @@ def _write_weights(model_class: Any, config: Any, folder: Path, seed: int) -> bo
             raise
         return False
     return True
+
+
+def _rename_weights(file: Path, names: Mapping[str, str]) -> None:
+    """Give the tensors whose names begin with a key of `names` the value for it."""
+    from safetensors.torch import load_file, save_file
+
+    if not names:
+        return
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        begin = next((begin for begin in names if name.startswith(begin)), "")
+        renamed[f"{names.get(begin, '')}{name.removeprefix(begin)}"] = tensor
+    save_file(renamed, file, metadata={"format": "pt"})
 
 
 def _write_config(folder: Path, architecture: str, more: Mapping[str, Any]) -> None:

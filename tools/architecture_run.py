@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from architecture_fields import ENGINE
+from architecture_causes import CAUSES
+from architecture_fields import ENGINE, LATENT_ALWAYS
 from architecture_models import Checkpoint, NoRecipe, write_checkpoint
+from architecture_standins import stand_in
 from architecture_table import leave_out_folders
 
 Verdict = Literal["equal", "consistent", "refused", "cannot be built", "differs", "fails", "no recipe", "runs"]
@@ -33,6 +35,8 @@ DUMMY = ":dummy"
 
 SECONDS = 150
 TOLERANCE = 1e-4
+# Of logprobs of another batch, whose sums are in another order, over the largest logprob.
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
 PROMPTS = tuple([(7 * i + 13 * j) % 120 + 4 for j in range(length)] for i, length in enumerate((5, 19, 33)))
 NEW_TOKENS = 6
 
@@ -41,9 +45,11 @@ NEW_TOKENS = 6
 class Finding:
     """What a run showed of an architecture.
 
-    `difference` is the largest distance of a captured row from transformers', over the row's own size. `engine_class`
-    is the class in vLLM that served it, `config` the configuration's class, `reason` why it is not captured, or what
-    there is to say.
+    `difference` is the largest distance of a captured row from transformers', over the row's own size; `head` that of
+    the logprobs which the model's own norm and head give of the last captured state from those that vLLM returned, and
+    `logprobs` that of those that vLLM returned from transformers', both over the largest logprob. `engine_class` is the
+    class in vLLM that served it, `config` the configuration's class, `reason` why it is not captured, or what there is
+    to say.
     """
 
     architecture: str
@@ -55,6 +61,8 @@ class Finding:
     layers: int = 0
     rows: int = 0
     difference: float | None = None
+    head: float | None = None
+    logprobs: float | None = None
     seconds: float = 0.0
 
 
@@ -62,14 +70,13 @@ class Watch:
     """Hooks of our own on the built model, beside the taps: what every layer receives, and what follows the last."""
 
     def __init__(self, worker: Any) -> None:
-        from vllm_overlay.capture.layers import find_decoder_layers
+        from vllm_overlay.capture.layers import count_layers, find_decoder_layers
 
         self.model = worker.get_model()
         self.session = worker.overlay_session
         self.config = worker.vllm_config
         self.hidden_size = int(worker.vllm_config.model_config.get_hidden_size())
-        count = int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
-        self.layers = find_decoder_layers(self.model, count)
+        self.layers = find_decoder_layers(self.model, count_layers(self.config.model_config.hf_text_config))
         self.inputs: dict[int, Any] = {}
         self.rows: set[bytes] = set()
         self.norm: Any = None
@@ -149,12 +156,8 @@ class Watch:
             if not _equal(output, self.session._taps.buffer[: len(output), -1]):
                 self.faults.append(f"id {len(self.layers)} is not what the model returns")
 
-    def gives(self, states: Any, tokens: Sequence[int]) -> bool:
-        """Whether lm_head(norm(state)) is greatest, up to rounding, at the token that was sampled after each state.
-
-        Rounding: another batch, and with it another order of summing, is 1e-5 of the greatest logit in float32 and 1e-2
-        in bfloat16.
-        """
+    def give_logprobs(self, states: Any) -> Any:
+        """Of `[tokens, hidden]` of id N through the model's own norm and head: `[tokens, vocabulary]` in float32."""
         import torch
         from vllm.config import set_current_vllm_config
 
@@ -162,10 +165,7 @@ class Watch:
             if self.norm is not None:
                 normed = self.norm(states)
                 states = normed[0] if isinstance(normed, tuple) else normed
-            logits = self.model.compute_logits(states).float()
-        rounding = (1e-5 if states.dtype == torch.float32 else 1e-2) * logits.abs().amax(dim=-1)
-        sampled = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-        return bool((sampled >= logits.amax(dim=-1) - rounding).all())
+            return self.model.compute_logits(states).float().log_softmax(dim=-1)
 
 
 def _equal(stream: Any, captured: Any) -> bool:
@@ -184,6 +184,7 @@ def run_engine(checkpoint: Checkpoint, architecture: str) -> Any:
         "max_model_len": 128,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 128,
+        "max_logprobs": -1,
         "skip_tokenizer_init": True,
         "seed": 0,
         **ENGINE.get(architecture, {}),
@@ -203,7 +204,7 @@ def run_engine(checkpoint: Checkpoint, architecture: str) -> Any:
 def generate(llm: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=-1)
     outputs: list[Any] = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
     return outputs
 
@@ -240,8 +241,13 @@ def examine(architecture: str, folder: Path, store: Path | None, *, weights: boo
         engine_class = ".".join(_VLLM_MODELS[architecture])
         # Otherwise vLLM imports itself once more in a process of its own, to ask the class a few questions.
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    if architecture in LATENT_ALWAYS:
+        os.environ.pop("VLLM_MLA_DISABLE", None)
+    said = stand_in(architecture)
     dtype = ENGINE.get(architecture, {}).get("dtype", "float32")
-    finding = Finding(architecture, "runs", engine_class=engine_class, config=checkpoint.config, dtype=dtype)
+    finding = Finding(
+        architecture, "runs", engine_class=engine_class, config=checkpoint.config, dtype=dtype, reason=said
+    )
     llm = run_engine(checkpoint, architecture)
     if store is None:
         generate(llm)
@@ -250,7 +256,7 @@ def examine(architecture: str, folder: Path, store: Path | None, *, weights: boo
 
 
 def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Finding:
-    """Generate, and compare what was captured with transformers, or with itself."""
+    """Generate, and compare what was captured with transformers, with itself, and with vLLM's own answer."""
     from vllm.config import set_current_vllm_config
 
     from vllm_overlay.store import Store
@@ -261,60 +267,134 @@ def judge(llm: Any, checkpoint: Checkpoint, store: Path, finding: Finding) -> Fi
     llm.collective_rpc("overlay_close")
     [watch] = watches
     opened = Store.open(store)
-    faults = list(dict.fromkeys(watch.faults))
     records = [opened[output.request_id] for output in outputs]
-    for output, prompt, record in zip(outputs, PROMPTS, records, strict=True):
-        tokens = [*prompt, *output.outputs[0].token_ids]
-        if record.token_ids.tolist() != tokens[:-1]:
-            faults.append("a record's tokens are not the request's")
-            continue
-        if not {row.contiguous().numpy().tobytes() for row in record.hidden_states.float()} <= watch.rows:
-            faults.append("a record holds rows that no step had")
-        if not watch.gives(record.hidden_states[len(prompt) - 1 :, -1].clone(), tokens[len(prompt) :]):
-            faults.append("lm_head(norm(last state)) does not give the sampled tokens")
     found = dataclasses.replace(
         finding, layers=len(watch.layers), rows=sum(len(record.token_ids) for record in records)
     )
-    faults = list(dict.fromkeys(faults))
+    faults = list(watch.faults)
+    for output, prompt, record in zip(outputs, PROMPTS, records, strict=True):
+        if record.token_ids.tolist() != [*prompt, *output.outputs[0].token_ids[:-1]]:
+            return dataclasses.replace(found, verdict="differs", reason="a record's tokens are not the request's")
+        if not {row.contiguous().numpy().tobytes() for row in record.hidden_states.float()} <= watch.rows:
+            faults.append("a record holds rows that no step had")
+    returned = [_read_logprobs(output) for output in outputs]
+    head = max(
+        _compare_logprobs(watch.give_logprobs(record.hidden_states[len(prompt) - 1 :, -1].clone()), logprobs)
+        for record, prompt, logprobs in zip(records, PROMPTS, returned, strict=True)
+    )
+    if not head <= ROUNDING[finding.dtype]:
+        faults.append(f"head(norm(last state)) gives logprobs {head:.2g} away from vLLM's own")
     # transformers' own layers, once vLLM's backend has changed them, ask for it.
     with set_current_vllm_config(watch.config):
-        difference, said = _measure(checkpoint, records, len(watch.layers))
-    if difference is not None and difference <= TOLERANCE:
-        return dataclasses.replace(found, verdict="equal", difference=difference, reason="; ".join(faults))
+        comparison = _compare(checkpoint, found, records, returned)
+    found = dataclasses.replace(
+        found,
+        head=head,
+        difference=comparison.difference,
+        logprobs=comparison.logprobs,
+        reason="; ".join(filter(None, [finding.reason, comparison.said, *dict.fromkeys(faults)])),
+    )
     if faults:
-        return dataclasses.replace(found, verdict="differs", difference=difference, reason="; ".join([said, *faults]))
-    return dataclasses.replace(found, verdict="consistent", difference=difference, reason=said)
+        return dataclasses.replace(found, verdict="differs")
+    return dataclasses.replace(found, verdict="equal" if comparison.is_equal else "consistent")
 
 
 def _watch(worker: Any) -> Watch:
     return Watch(worker)
 
 
-def _measure(checkpoint: Checkpoint, records: Sequence[Any], layers: int) -> tuple[float | None, str]:
-    """The largest relative distance of a row from transformers', or None; and what there is to say of it."""
+def _read_logprobs(output: Any) -> Any:
+    """What vLLM returned of every token of the vocabulary after each state: `[generated, vocabulary]`."""
+    import torch
+
+    steps = output.outputs[0].logprobs
+    return torch.tensor([[step[token].logprob for token in range(len(step))] for step in steps])
+
+
+def _compare_logprobs(given: Any, returned: Any) -> float:
+    """The largest distance over the largest logprob; infinite where only one of the two has a finite one."""
+    import torch
+
+    if given.shape != returned.shape or not torch.equal(given.isfinite(), returned.isfinite()):
+        return float("inf")
+    finite = returned.isfinite()
+    return float((given - returned)[finite].abs().max() / returned[finite].abs().max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """With transformers: the two distances of a Finding, None where there is no reference, and what there is to say."""
+
+    said: str
+    difference: float | None = None
+    logprobs: float | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference is not None and self.difference <= TOLERANCE
+
+
+def _compare(checkpoint: Checkpoint, finding: Finding, records: Sequence[Any], returned: Sequence[Any]) -> Comparison:
+    """With transformers in float32; where that is not equal, with what vLLM is known to do instead, or in its dtype."""
     import torch
 
     if checkpoint.reference is None:
-        return None, "vLLM's dummy weights" if checkpoint.source == "vllm" else "no class in this transformers"
+        said = "vLLM's dummy weights" if checkpoint.source == "vllm" else "no class in this transformers"
+        return Comparison(said)
+    model = _load_reference(checkpoint, torch.float32)
+    states = [record.hidden_states for record in records]
     try:
-        states = [reference_states(checkpoint, record.token_ids, layers) for record in records]
+        stock = [give_reference(model, record.token_ids, finding.layers) for record in records]
     except Exception as error:  # noqa: BLE001 - whatever another library's forward dies of is the reason
-        return None, f"transformers' own forward fails: {describe(error)}"
-    distances = [
-        (record.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)  # [tokens, ids]
-        for record, expected in zip(records, states, strict=True)
-    ]
-    by_id = torch.cat(distances).amax(dim=0)
-    first = next((index for index, distance in enumerate(by_id) if distance > TOLERANCE), layers)
-    return float(by_id.max()), f"from id {first} on, transformers' states are {float(by_id.max()):.2g} away"
+        return Comparison(f"transformers' own forward fails: {describe(error)}")
+    by_id = _measure(states, [expected for expected, _ in stock])
+    logprobs = max(
+        _compare_logprobs(expected[-len(own) :], own) for own, (_, expected) in zip(returned, stock, strict=True)
+    )
+    furthest = max(by_id)
+    if furthest <= TOLERANCE:
+        return Comparison("", furthest, logprobs)
+    first = next(index for index, distance in enumerate(by_id) if not distance <= TOLERANCE)
+    said = f"from id {first} on transformers' states are {furthest:.2g} away, vLLM's own logprobs {logprobs:.2g}"
+    if finding.architecture in CAUSES:
+        cause = CAUSES[finding.architecture]
+        cause.change(model)
+        changed = [give_reference(model, record.token_ids, finding.layers)[0] for record in records]
+        said += f"; {cause.said}, and with the same in transformers they are {max(_measure(states, changed)):.2g} away"
+    if finding.dtype == "bfloat16":
+        rounded = _load_reference(checkpoint, torch.bfloat16)
+        own = [give_reference(rounded, record.token_ids, finding.layers)[0] for record in records]
+        by_rounding = max(_measure(own, [expected for expected, _ in stock]))
+        said += f"; this is bfloat16, and transformers' own is {by_rounding:.2g} away from its float32"
+    return Comparison(said, furthest, logprobs)
 
 
-def reference_states(checkpoint: Checkpoint, token_ids: Any, layers: int) -> Any:
-    """`[tokens, N + 1, hidden]` of transformers' forward; the last before the final norm."""
+def _measure(states: Sequence[Any], expected: Sequence[Any]) -> list[float]:
+    """By layer id the largest distance of a row of `[tokens, ids, hidden]` from the expected one, over its size."""
     import torch
 
-    model = _load_reference(checkpoint)
-    last: list[Any] = []
+    distances = [
+        (given - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-9)
+        for given, wanted in zip(states, expected, strict=True)
+    ]
+    by_id: list[float] = torch.cat(distances).amax(dim=0).tolist()
+    return by_id
+
+
+def _load_reference(checkpoint: Checkpoint, dtype: Any) -> Any:
+    assert checkpoint.reference is not None
+    return checkpoint.reference.from_pretrained(  # type: ignore[attr-defined]
+        str(checkpoint.folder), dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def give_reference(model: Any, token_ids: Any, layers: int) -> tuple[Any, Any]:
+    """Of transformers' forward: `[tokens, N + 1, hidden]`, what each layer receives and what the last returns; and
+    logprobs `[tokens, vocabulary]`; both in float32.
+    """
+    import torch
+
+    states: list[Any] = []
     [stack] = [
         module
         for name, module in model.named_modules()
@@ -323,30 +403,21 @@ def reference_states(checkpoint: Checkpoint, token_ids: Any, layers: int) -> Any
         and not any(word in name for word in ("vision", "visual", "audio", "encoder"))
         and name.count(".") <= 3
     ]
-    handle = stack[-1].register_forward_hook(lambda module, args, output: last.append(output))
+
+    def note_input(module: Any, args: Any, kwargs: Any) -> None:
+        states.append(args[0] if args else kwargs["hidden_states"])
+
+    def note_output(module: Any, args: Any, output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [layer.register_forward_pre_hook(note_input, with_kwargs=True) for layer in stack]
+    handles.append(stack[-1].register_forward_hook(note_output))
     with torch.no_grad():
-        output = model(input_ids=token_ids[None], output_hidden_states=True, use_cache=False)
-    handle.remove()
-    end = last[-1][0] if isinstance(last[-1], tuple) else last[-1]
-    if len(output.hidden_states) != layers + 1:
-        raise ValueError(f"{len(output.hidden_states)} hidden states of {layers} layers")
-    return torch.stack(
-        [*(state[0] for state in output.hidden_states[:layers]), end.reshape(output.hidden_states[0][0].shape)], dim=1
-    )
-
-
-_REFERENCE: dict[Path, Any] = {}
-
-
-def _load_reference(checkpoint: Checkpoint) -> Any:
-    import torch
-
-    if checkpoint.folder not in _REFERENCE:
-        assert checkpoint.reference is not None
-        _REFERENCE[checkpoint.folder] = checkpoint.reference.from_pretrained(  # type: ignore[attr-defined]
-            str(checkpoint.folder), dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-    return _REFERENCE[checkpoint.folder]
+        output = model(input_ids=token_ids[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    rows = [state.reshape(len(token_ids), -1).float() for state in states]  # [tokens, hidden]
+    return torch.stack(rows, dim=1), output.logits[0].float().log_softmax(dim=-1)
 
 
 def describe(error: BaseException) -> str:

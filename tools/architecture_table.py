@@ -17,8 +17,8 @@ END = "<!-- End of the table of architectures. -->"
 
 # The verdicts in the order of the table, and what README says of each.
 COLUMNS: Mapping[str, str] = {
-    "equal": "captured and equal to transformers",
-    "consistent": "captured and self-consistent",
+    "equal": "of them equal to transformers",
+    "consistent": "of them self-consistent",
     "refused": "refused by name",
     "cannot be built": "vLLM fails on it without us",
     "open": "open",
@@ -28,7 +28,10 @@ CAPTURED = ("equal", "consistent")
 
 @dataclass(frozen=True)
 class Row:
-    """What a run showed of one architecture. `digest` is that of the sources that it depends on; `date` is UTC."""
+    """What a run showed of one architecture, as architecture_run.py's Finding.
+
+    `digest` is that of the sources that it depends on; `date` is UTC.
+    """
 
     verdict: str
     reason: str
@@ -38,6 +41,8 @@ class Row:
     layers: int
     rows: int
     difference: float | None
+    head: float | None
+    logprobs: float | None
     seconds: float
     date: str
     digest: str
@@ -84,9 +89,14 @@ def column_of(row: Row) -> str:
 
 def render(results: Sequence[Results]) -> str:
     """The counts, and one line an architecture, folded away."""
-    lines = [f"| vLLM | {' | '.join(COLUMNS.values())} |", f"|---{'|---' * len(COLUMNS)}|"]
+    lines = [
+        f"| vLLM | architectures | captured | {' | '.join(COLUMNS.values())} |",
+        f"|---{'|---' * (len(COLUMNS) + 2)}|",
+    ]
     for one in results:
-        counts = [sum(column_of(row) == column for row in one.architectures.values()) for column in COLUMNS]
+        rows = one.architectures.values()
+        captured = sum(row.verdict in CAPTURED for row in rows)
+        counts = [len(rows), captured, *(sum(column_of(row) == column for row in rows) for column in COLUMNS)]
         lines.append(f"| {one.release} | {' | '.join(map(str, counts))} |")
     lines += ["", "<details>", "<summary>Each architecture</summary>", ""]
     lines.append(f"| architecture | {' | '.join(one.release for one in results)} |")
@@ -101,10 +111,8 @@ def _render_cell(row: Row | None) -> str:
     if row is None:
         return "not in it"
     reason = " ".join(row.reason.replace("|", "/").replace("<", "&lt;").split())
-    if row.verdict == "equal":
-        return "equal"
-    if row.verdict == "consistent":
-        return f"consistent ({reason})" if reason else "consistent"
+    if row.verdict in CAPTURED:
+        return f"{row.verdict} ({reason})" if reason else row.verdict
     return f"{row.verdict}: {reason}"
 
 

@@ -38,6 +38,8 @@ SOURCES = (
     "overlay/source/residual.py",
     "tools/architecture_run.py",
     "tools/architecture_models.py",
+    "tools/architecture_standins.py",
+    "tools/architecture_causes.py",
 )
 # vLLM 0.16 has no latent attention on a CPU, and computes the same with ordinary attention. In 0.32 states of latent
 # attention on a CPU are a third of their size away from transformers'.
@@ -145,6 +147,8 @@ def make_row(finding: dict[str, Any]) -> Row:
         "layers": 0,
         "rows": 0,
         "difference": None,
+        "head": None,
+        "logprobs": None,
         "seconds": 0.0,
     }
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -164,8 +168,10 @@ def digest(architecture: str) -> str:
                 architecture_fields.EXTRA,
                 architecture_fields.BARE,
                 architecture_fields.ENGINE,
+                architecture_fields.RENAMED,
             )
         ),
+        architecture in architecture_fields.LATENT_ALWAYS,
     ]
     texts = [Path(REPOSITORY, file).read_text(encoding="utf-8") for file in SOURCES]
     return hashlib.sha256(json.dumps([texts, fields], sort_keys=True).encode()).hexdigest()[:16]

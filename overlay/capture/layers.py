@@ -58,6 +58,14 @@ class StreamInput:
     residual_place: int
 
 
+def count_layers(config: Any) -> int:
+    """Decoder layers of a text model's configuration, as transformers has it.
+
+    It counts LongCat's attention, which there is twice in a layer.
+    """
+    return int(config.num_layers if config.model_type.startswith("longcat") else config.num_hidden_layers)
+
+
 def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> list[nn.Module]:
     """The model's decoder layers in order.
 

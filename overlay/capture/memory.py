@@ -18,7 +18,7 @@ from vllm_overlay.activation import current_ledger
 from vllm_overlay.capture.limits import describe_runner
 from vllm_overlay.capture.recorder import CaptureError, RequestFacts, refuse_bad_rows, refuse_other_tokens
 from vllm_overlay.capture.rows import MISSING, WHOLE, NewRequest, Plan, RowBook, Rows, Step
-from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
+from vllm_overlay.capture.taps import Taps, count_layers, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import find_peaks
 from vllm_overlay.compat.releases import Seam, seam_for
 
@@ -115,7 +115,7 @@ def attach_memory(worker: Any, layer_ids: Sequence[int]) -> MemoryCapture:
     config = worker.vllm_config
     model_config = config.model_config
     taps = install_taps(
-        find_decoder_layers(worker.get_model(), int(model_config.hf_text_config.num_hidden_layers)),
+        find_decoder_layers(worker.get_model(), count_layers(model_config.hf_text_config)),
         layer_ids,
         max_tokens=int(config.scheduler_config.max_num_batched_tokens),
         hidden_size=int(model_config.get_hidden_size()),

@@ -27,7 +27,7 @@ from vllm_overlay.capture.ranks import Place, Share, find_share
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.row_tokens import CHUNK_ROWS
 from vllm_overlay.capture.rows import NOTHING, NewRequest, RowBook, Step
-from vllm_overlay.capture.taps import Taps, find_decoder_layers, install_taps
+from vllm_overlay.capture.taps import Taps, count_layers, find_decoder_layers, install_taps
 from vllm_overlay.capture.transfer import Transfer, open_transfer
 from vllm_overlay.compat.releases import Seam, seam_for
 from vllm_overlay.fingerprint import fingerprint_model
@@ -51,7 +51,7 @@ def open_session(worker: Any) -> CaptureSession | Bystander:
     refusal = refusal or describe_streams(config.model_config.hf_text_config.to_dict())
     if refusal:
         raise CaptureError(refusal)
-    num_hidden_layers = int(config.model_config.hf_text_config.num_hidden_layers)
+    num_hidden_layers = count_layers(config.model_config.hf_text_config)
     layer_ids = resolve_layer_ids(settings.layers, num_hidden_layers)
     share = find_share(layer_ids, Place(*seam.worker_place(num_hidden_layers)))
     if share is None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_overlay.capture.layers import TapError, bind, find_decoder_layers, read_input, read_output
+from vllm_overlay.capture.layers import TapError, bind, count_layers, find_decoder_layers, read_input, read_output
 from vllm_overlay.capture.limits import CAPTURED_OUTPUT, describe_stream
 
-__all__ = ["TapError", "Taps", "find_decoder_layers", "install_taps"]
+__all__ = ["TapError", "Taps", "count_layers", "find_decoder_layers", "install_taps"]
 
 # Part of the compile-cache key: raise it when what the taps compile to changes.
 TAP_FORMAT = 1

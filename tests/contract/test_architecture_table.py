@@ -23,7 +23,7 @@ from tools.architecture_table import (
 from vllm_overlay.compat.releases import SUPPORTED
 
 NEWEST = "0.32.0"
-# What the issue names, as far as vLLM runs it on a CPU, and 100 in all.
+# What the issue names, and 100 in all.
 NAMED = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -41,14 +41,20 @@ NAMED = (
     "Phi3ForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "KimiLinearForCausalLM",
+    "Olmo2ForCausalLM",
     "FalconForCausalLM",
     "GPT2LMHeadModel",
     "OPTForCausalLM",
     "FalconH1ForCausalLM",
+    "Mamba2ForCausalLM",
     "Gemma3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
 )
-EQUAL = Row("equal", "", "llama.LlamaForCausalLM", "LlamaConfig", "float32", 4, 72, 1e-6, 9.0, "2026-11-29", "abc")
+EQUAL = Row(
+    "equal", "", "llama.LlamaForCausalLM", "LlamaConfig", "float32", 4, 72, 1e-6, 0.0, 1e-7, 9.0, "2026-11-29", "abc"
+)
 REFUSED = replace(EQUAL, verdict="refused", reason="hc_mult=4: several <streams> | mixed")
 FOUND = Results(
     NEWEST, {"vllm": NEWEST}, "command", 1e-4, {"B": REFUSED, "a": EQUAL, "c": replace(EQUAL, verdict="fails")}
@@ -83,12 +89,14 @@ def test_what_is_equal_is_within_the_tolerance_and_every_row_that_is_not_says_wh
 
 def test_counts_and_cells() -> None:
     lines = render([FOUND]).splitlines()
-    assert lines[2] == f"| {NEWEST} | 1 | 0 | 1 | 0 | 1 |"
+    assert lines[2] == f"| {NEWEST} | 3 | 1 | 1 | 0 | 1 | 0 | 1 |"
     assert [line for line in lines if line.startswith(("| a |", "| B |"))] == [
         "| a | equal |",
         "| B | refused: hc_mult=4: several &lt;streams> / mixed |",
     ]
     assert column_of(replace(EQUAL, verdict="differs")) == "open"
+    stood_in = replace(FOUND, architectures={"K": replace(EQUAL, reason="in plain torch")})
+    assert "| K | equal (in plain torch) |" in render([stood_in]).splitlines()
 
 
 def test_the_table_is_put_between_its_comments_and_results_are_read_back(tmp_path: Path) -> None:

@@ -26,13 +26,15 @@ KINDS = {
     "FalconForCausalLM": "attention and MLP in parallel",
     "DeepseekV2ForCausalLM": "latent attention, experts behind a dense layer, llama_4_scaling",
     "FalconH1ForCausalLM": "attention and Mamba in one layer, called by keyword; its class is no ...Layer",
+    "Mamba2ForCausalLM": "no attention",
     "ChatGLMModel": "a stack that is called encoder",
     "Idefics3ForConditionalGeneration": "the text model of a model with vision",
+    "KimiK25ForConditionalGeneration": "a wrapper; vLLM on a CPU does not survive its import of numba",
 }
 # transformers has no class to compare with.
 CONSISTENT = ("ChatGLMModel",)
-# vLLM 0.16 dies on a CPU, without us too, where a layer has two kinds of caches.
-NOT_IN_0_16 = ("FalconH1ForCausalLM",)
+# vLLM 0.16 dies of these on a CPU, without us too: of a Mamba layer's convolution, of a processor of images.
+NOT_IN_0_16 = ("FalconH1ForCausalLM", "Mamba2ForCausalLM", "KimiK25ForConditionalGeneration")
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,4 @@ def test_every_layer_is_captured_and_right(architecture: str, findings: dict[str
     found = findings[architecture]
     assert found["verdict"] == ("consistent" if architecture in CONSISTENT else "equal"), found
     assert found["rows"] == 5 + 19 + 33 + 3 * 5
+    assert found["head"] <= 1e-5

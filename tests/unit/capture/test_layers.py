@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from vllm_overlay.capture.layers import (
     StreamInput,
     TapError,
+    count_layers,
     find_decoder_layers,
     read_input,
     read_output,
@@ -229,6 +231,13 @@ def test_a_text_model_that_calls_its_stack_an_encoder_is_found_beside_a_vision_t
 def test_an_encoder_beside_a_decoder_is_left_out() -> None:
     model = make_model(model__encoder__layers=make_layers(4), model__decoder__layers=make_layers(4))
     assert find_decoder_layers(model, 4) == list(model.get_submodule("model.decoder.layers"))  # type: ignore[arg-type]
+
+
+def test_layers_are_counted_and_not_their_attention() -> None:
+    """transformers counts LongCat's two attentions in each layer, and vLLM holds a layer of both."""
+    longcat = SimpleNamespace(model_type="longcat_flash", num_layers=4, num_hidden_layers=8)
+    assert count_layers(longcat) == 4
+    assert count_layers(SimpleNamespace(model_type="llama", num_hidden_layers=8)) == 8
 
 
 def test_only_a_vision_tower_is_no_decoder() -> None:
