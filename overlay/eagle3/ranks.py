@@ -37,9 +37,16 @@ class Ranks:
         return self.number == 0
 
     def shard(self, module: torch.nn.Module) -> None:
-        """Spread the parameters, equal on all ranks, over them; a forward gathers them. Alone: nothing."""
-        if self.size > 1:
-            fully_shard(module, mesh=init_device_mesh(self.device.type, (self.size,)))
+        """Spread the parameters, equal on all ranks, over them; a forward gathers them. Alone: nothing.
+
+        Gradients are added up over the ranks, for each rank's loss is its part of a mean over all of them.
+        """
+        if self.size == 1:
+            return
+        sharded = fully_shard(module, mesh=init_device_mesh(self.device.type, (self.size,)))
+        sharded.set_gradient_divide_factor(1.0)
+        # Without this FSDP asks for an average even so, and gloo in torch 2.8 gives a sum when asked for an average.
+        sharded.set_force_sum_reduction_for_comms(True)
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place; the same bits on each."""

@@ -267,8 +267,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         scores = self.score(share)
-        # FSDP averages the gradients over the ranks, and the mean over all rows is the sum of the ranks' parts.
-        torch.autograd.backward(scores.weighted * (self.ranks.size * share.counted))
+        torch.autograd.backward(scores.weighted * share.counted)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.gradient_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -139,14 +139,21 @@ def test_text_of_somebody_else(corpus_of: Callable[..., Corpus], target: Target)
 def test_ties_in_16_bits_are_no_disagreement(
     corpus_of: Callable[..., Corpus], target: Target, states_of: Callable[..., torch.Tensor]
 ) -> None:
-    """An engine in bfloat16 rounds its logits, and takes the smaller id of two that round to the same."""
+    """An engine in bfloat16 rounds its logits: any that is within half a rounding of the best may win there."""
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
-        return logits.bfloat16().argmax()
+        best = logits.max()
+        possible = logits >= best - torch.finfo(torch.bfloat16).eps / 2 * best.abs()
+        return logits.masked_fill(~possible, torch.inf).argmin()
 
     texts = write_with(target, states_of, choose)
     tied = measure_agreement(corpus_of(texts, dtype="bfloat16"), target, CPU)
-    assert tied.rate > 0.98
+    missed = sum(
+        int(choose(row) != row.argmax())
+        for text in texts
+        for row in target.logits(states_of(text, (LAYERS,))[:, 0])[PROMPT - 1 : -1]
+    )
+    assert missed >= 3 and tied.agreed > 6 * 32 - missed
 
 
 def test_text_of_unknown_authors_is_not_suspected(
