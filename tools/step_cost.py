@@ -14,7 +14,8 @@ The parts, for each decode step, as medians over the steps (a busy machine makes
     send      the rows are copied, on a CPU by torch (CpuTransfer.send); on a GPU this is another code
     post      what the writer's thread is to do is put into its queue (Recorder.write)
     step      all of it as the thread that runs the model sees it, with the writer's thread at work beside it
-    writer    CPU time of the writer's thread, mean; it holds the interpreter's lock for most of it
+    writer    CPU time of the writer's thread, mean; it holds the interpreter's lock for most of it. Steps of the same
+              tenth of a second are written together, and here they come faster than from a model
 
 and for each request that ends: `finish`, on the thread that runs the model, and `record`, CPU time of the writer's
 thread. `flush` is for all requests together, from the call to the end.

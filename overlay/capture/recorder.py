@@ -4,8 +4,9 @@ It also looks at every row once: one that is all zero or not finite is refused i
 position (states of zeros have trained drafts that accepted nothing). When a request ends, so is a row, of whatever
 request it was first, whose token is not the one that the prompt has there.
 
-It shares the interpreter's lock with the thread that runs the model: what it does for a step takes as long for one
-request as for a thousand.
+It shares the interpreter's lock with the thread that runs the model, and takes it from that thread each time it takes
+something up: the rows of small steps wait for each other and are written together, and what it does for them takes as
+long for one request as for a thousand.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from vllm_overlay.capture.row_tokens import RowTokens
 from vllm_overlay.capture.rows import MISSING, Plan, Rows
-from vllm_overlay.capture.transfer import HostRows
+from vllm_overlay.capture.transfer import Arrival, HostRows, join_rows
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import PendingRecord, StoreWriter
 
@@ -32,6 +34,10 @@ logger = logging.getLogger("vllm_overlay.capture")
 
 # Records wait this long for others before they are committed together: a commit syncs the disk.
 COMMIT_INTERVAL_S = 0.5
+
+# Rows of small steps wait this long for others: some decode steps. Those of a step of so many rows wait for none.
+TAKE_UP_INTERVAL_S = 0.1
+ROWS_AT_ONCE = 2048
 
 # The writer shares the interpreter with the thread that runs the model, which gives up the GIL at every CUDA call and
 # wants it back at once: by default Python lets the other thread keep it for 5 ms, a third of a decode step.
@@ -58,6 +64,26 @@ class RequestFacts:
     first_position: int = 0
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """A captured request was scheduled for the first time."""
+
+    key: str
+    facts: RequestFacts
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one step, on their way to the host."""
+
+    plan: Plan
+    arrival: Arrival
+
+
+# None is the last one.
+Message = Beginning | StepRows | Callable[[], Any] | None
+
+
 @dataclass
 class Statistics:
     """Counts since the session began. `num_incomplete` records have rows missing and say so."""
@@ -74,7 +100,8 @@ class Recorder:
     def __init__(self, writer: StoreWriter, layer_ids: tuple[int, ...]) -> None:
         self._writer = writer
         self._layer_ids = layer_ids
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._is_due = threading.Event()
         self._error: BaseException | None = None
         self._requests: dict[str, RequestFacts] = {}
         self._tokens = RowTokens()
@@ -88,11 +115,13 @@ class Recorder:
 
     def begin(self, key: str, facts: RequestFacts) -> None:
         """A captured request was scheduled for the first time."""
-        self._post(lambda: self._requests.update({key: facts}))
+        self._post(Beginning(key, facts))
 
-    def write(self, plan: Plan, wait_for_rows: Callable[[], HostRows]) -> None:
+    def write(self, plan: Plan, arrival: Arrival) -> None:
         """Rows of one step are on their way to the host."""
-        self._post(lambda: self._write(plan, wait_for_rows))
+        self._post(StepRows(plan, arrival))
+        if plan.count >= ROWS_AT_ONCE:
+            self._is_due.set()
 
     def finish(self, key: str, rows: Rows, reason: str) -> None:
         """A request ended; `rows` are the row numbers of the positions that its record is to have."""
@@ -106,6 +135,7 @@ class Recorder:
         """Return when everything posted so far is committed. Errors: whatever writing it raised."""
         done = threading.Event()
         self._post(lambda: self._commit_and_tell(done))
+        self._is_due.set()
         while not done.wait(0.05):
             self._raise_error()
         self._raise_error()
@@ -116,6 +146,7 @@ class Recorder:
         It may be called again when a signal interrupted it.
         """
         self._inbox.put(None)
+        self._is_due.set()
         self._thread.join()
         try:
             self._writer.close()
@@ -136,7 +167,7 @@ class Recorder:
         """Messages that the thread has not taken up yet."""
         return self._inbox.qsize()
 
-    def _post(self, message: Callable[[], Any]) -> None:
+    def _post(self, message: Message) -> None:
         self._raise_error()
         self._inbox.put(message)
 
@@ -145,32 +176,56 @@ class Recorder:
             raise CaptureError(f"capture stopped: {type(self._error).__name__}: {self._error}") from self._error
 
     def _run(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get(timeout=COMMIT_INTERVAL_S)
-            except queue.Empty:
-                message = self._commit
-            last = message is None
-            try:
-                (message or self._commit)()
-                if time.monotonic() - self._committed_at > COMMIT_INTERVAL_S:
-                    self._commit()
-            except BaseException as error:  # noqa: BLE001 - kept, and raised in the thread that captures
-                self._error = self._error or error
-            if last:
-                return
+        goes_on = True
+        while goes_on:
+            self._is_due.wait(TAKE_UP_INTERVAL_S)
+            self._is_due.clear()
+            goes_on = self._take_up()
 
-    def _write(self, plan: Plan, wait_for_rows: Callable[[], HostRows]) -> None:
-        host = wait_for_rows()
+    def _take_up(self) -> bool:
+        """Do what was posted until now: write rows first, then all else in its order. False after the last message."""
+        posted = [self._inbox.get() for _ in range(self._inbox.qsize())]
+        steps = [message for message in posted if isinstance(message, StepRows)]
+        known = self._requests | {message.key: message.facts for message in posted if isinstance(message, Beginning)}
+        while steps:
+            with self._keeping_error():
+                self._write(_take_arrived(steps), known)
+        for message in posted:
+            with self._keeping_error():
+                self._settle(message)
+        ends = None in posted
+        if ends or time.monotonic() - self._committed_at > COMMIT_INTERVAL_S:
+            with self._keeping_error():
+                self._commit()
+        return not ends
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """The first error is kept, and raised in the thread that captures."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001
+            self._error = self._error or error
+
+    def _settle(self, message: Message) -> None:
+        if isinstance(message, Beginning):
+            self._requests[message.key] = message.facts
+        elif message is not None and not isinstance(message, StepRows):
+            message()
+
+    def _write(self, arrived: Sequence[tuple[Plan, HostRows]], known: Mapping[str, RequestFacts]) -> None:
+        host = join_rows([rows for _, rows in arrived])
         try:
             if self._error is not None:
                 return  # the room is given back all the same: a step may be waiting for it, and raises next
-            refuse_bad_rows(plan, host.peaks, self._layer_ids, lambda key: self._requests[key].request_id)
+            if find_bad(host.peaks).any():
+                for plan, rows in arrived:
+                    refuse_bad_rows(plan, rows.peaks, self._layer_ids, lambda key: known[key].request_id)
             first = self._writer.append(host.rows)
-            if first != plan.first_row:
-                raise CaptureError(f"expected the store to write row {plan.first_row}, found {first}")
+            if first != arrived[0][0].first_row:
+                raise CaptureError(f"expected the store to write row {arrived[0][0].first_row}, found {first}")
             self._tokens.put(first, host.tokens)
-            self.statistics.num_rows += plan.count
+            self.statistics.num_rows += len(host.rows)
             self.statistics.num_bytes += host.rows.nbytes
         finally:
             host.release()
@@ -218,11 +273,26 @@ def _do_nothing() -> None:
     """Nobody wants to be called."""
 
 
+def _take_arrived(steps: list[StepRows]) -> list[tuple[Plan, HostRows]]:
+    """Wait for the first step's rows, and take it off the list with those behind it whose rows are here as well."""
+    arrived: list[tuple[Plan, HostRows]] = []
+    while steps and (not arrived or steps[0].arrival.is_here()):
+        step = steps.pop(0)
+        arrived.append((step.plan, step.arrival.wait()))
+    return arrived
+
+
+def find_bad(peaks: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which rows are all zero or not finite: bool `[rows, layers]`, as `peaks`."""
+    bad: NDArray[np.bool_] = ~(np.isfinite(peaks) & (peaks > 0))
+    return bad
+
+
 def refuse_bad_rows(
     plan: Plan, peaks: NDArray[np.float32], layer_ids: Sequence[int], name_request: Callable[[str], str]
 ) -> None:
     """Errors: CaptureError naming the first row that is all zero or not finite. `peaks` is float32 `[rows, layers]`."""
-    bad = ~(np.isfinite(peaks) & (peaks > 0))
+    bad = find_bad(peaks)
     if not bad.any():
         return
     row, column = map(int, np.argwhere(bad)[0])

@@ -36,8 +36,9 @@ class RowTokens:
         return tokens
 
     def keep(self, numbers: Set[int]) -> None:
-        """Drop the chunks with other numbers."""
-        self._chunks = {number: chunk for number, chunk in self._chunks.items() if number in numbers}
+        """Drop the chunks with other numbers, but for those behind the last of them: their rows have come since."""
+        last = max(numbers)
+        self._chunks = {number: chunk for number, chunk in self._chunks.items() if number in numbers or number > last}
 
     @property
     def num_chunks(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,40 @@ class HostRows:
     release: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """Rows on their way: `wait` returns them when they are on the host, and `is_here` says whether they are."""
+
+    wait: Callable[[], HostRows]
+    is_here: Callable[[], bool]
+
+
+def join_rows(steps: Sequence[HostRows]) -> HostRows:
+    """The rows of some steps as those of one; without a copy where they lie behind each other, as a ring's do."""
+    if len(steps) == 1:
+        return steps[0]
+
+    def release() -> None:
+        for step in steps:
+            step.release()
+
+    return HostRows(
+        _join_adjacent([step.rows for step in steps]),
+        np.concatenate([step.tokens for step in steps]),
+        np.concatenate([step.peaks for step in steps]),
+        release,
+    )
+
+
+def _join_adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = parts[0]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    same_memory = all(part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts)
+    if same_memory and all(end == part.data_ptr() for end, part in zip(ends, parts[1:], strict=False)):
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    return torch.cat(list(parts))
+
+
 class Transfer(Protocol):
     """Takes rows out of the buffer before the next step overwrites them."""
 
@@ -42,8 +76,8 @@ class Transfer(Protocol):
         """How often a step waited for room."""
         ...
 
-    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
-        """Start the copy of `count` rows; what is returned waits for its end. `tokens` int32 `[>= all rows]`."""
+    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Arrival:
+        """Start the copy of `count` rows. `tokens` int32 `[>= all rows]`."""
         ...
 
 
@@ -64,7 +98,7 @@ class CpuTransfer:
         self._room = threading.Condition()
         self.num_waits = 0
 
-    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
+    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Arrival:
         nbytes = count * self._buffer[0].nbytes
         self._take(nbytes)
         if indices is None:
@@ -73,7 +107,7 @@ class CpuTransfer:
             index = torch.from_numpy(indices)
             rows, kept = self._buffer.index_select(0, index), tokens.index_select(0, index)
         host = HostRows(rows, kept.numpy(), find_peaks(rows).numpy(), lambda: self._give_back(nbytes))
-        return lambda: host
+        return Arrival(lambda: host, lambda: True)
 
     def _take(self, nbytes: int) -> None:
         with self._room:
@@ -109,7 +143,7 @@ class CudaTransfer:
     def num_waits(self) -> int:
         return self._ring.num_waits
 
-    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Callable[[], HostRows]:
+    def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Arrival:
         start = self._ring.take(count)
         rows, facts = self._rows[start : start + count], self._facts[start : start + count].view(-1)
         staging = self._staging[self._turn]
@@ -131,7 +165,7 @@ class CudaTransfer:
             seen, peaks = split_facts(facts, self._num_layers)
             return HostRows(rows, seen.numpy(), peaks.numpy(), self._ring.give_back)
 
-        return wait
+        return Arrival(wait, arrived.query)
 
 
 class _Staging:

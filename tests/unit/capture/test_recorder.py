@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.rows import Plan
-from vllm_overlay.capture.transfer import CpuTransfer
+from vllm_overlay.capture.transfer import Arrival, CpuTransfer, HostRows
 from vllm_overlay.store import Store, StoreMeta, StoreWriter
 
 META = StoreMeta((1, 2), 4, "float32", 2, "toy", "f" * 64, "0.16.0", "V1")
@@ -88,6 +89,59 @@ def test_a_token_in_a_window_that_is_not_the_prompts_is_refused(recorder: Record
     recorder.finish("key", np.arange(1), "stop")
     with pytest.raises(CaptureError, match="'r', position 2: expected the prompt's token 8, found 9"):
         recorder.flush()
+
+
+def test_rows_of_small_steps_are_written_together(recorder: Recorder, tmp_path: Path, monkeypatch: Any) -> None:
+    """Each step's own write would take the interpreter's lock from the thread that runs the model."""
+    appended, append = [], recorder._writer.append
+    monkeypatch.setattr(recorder._writer, "append", lambda rows: appended.append(len(rows)) or append(rows))
+    monkeypatch.setattr("vllm_overlay.capture.recorder.TAKE_UP_INTERVAL_S", 60.0)
+    time.sleep(0.2)  # the thread has begun its first wait of that length
+    rows = torch.randn(5, 2, 4)
+    begin(recorder, [7, 8, 9, 4, 5])
+    for position in range(5):
+        send(recorder, rows[position : position + 1].clone(), [[7, 8, 9, 4, 5][position]], position, position)
+    recorder.finish("key", np.arange(5), "stop")
+    assert appended == []
+    recorder.close()
+    assert appended == [5]
+    with Store.open(tmp_path / "store") as store:
+        assert store["r"].hidden_states.equal(rows)
+
+
+def test_rows_of_a_big_step_are_written_at_once(recorder: Recorder, monkeypatch: Any) -> None:
+    monkeypatch.setattr("vllm_overlay.capture.recorder.TAKE_UP_INTERVAL_S", 60.0)
+    monkeypatch.setattr("vllm_overlay.capture.recorder.ROWS_AT_ONCE", 3)
+    time.sleep(0.2)
+    begin(recorder, [1] * 5)
+    send(recorder, torch.randn(2, 2, 4), [1, 1])
+    time.sleep(0.2)
+    assert recorder.statistics.num_rows == 0
+    send(recorder, torch.randn(3, 2, 4), [1, 1, 1], start=2, first_row=2)
+    deadline = time.monotonic() + 20
+    while recorder.statistics.num_rows < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert recorder.statistics.num_rows == 5
+    recorder.close()
+
+
+def test_rows_that_are_here_do_not_wait_for_those_that_are_not(recorder: Recorder) -> None:
+    """A step that the device still computes must not hold the room of the steps before it."""
+    written_before = []
+    tokens = torch.tensor([1], dtype=torch.int32)
+    first = CpuTransfer(torch.randn(1, 2, 4)).send(1, None, tokens)
+    second = CpuTransfer(torch.randn(1, 2, 4)).send(1, None, tokens)
+
+    def wait() -> HostRows:
+        written_before.append(recorder.statistics.num_rows)
+        return second.wait()
+
+    begin(recorder, [1, 1])
+    recorder.write(plan_one(0, 1, 0), first)
+    recorder.write(plan_one(1, 1, 1), Arrival(wait, lambda: False))
+    recorder.close()
+    assert written_before == [1]
+    assert recorder.statistics.num_rows == 2
 
 
 @pytest.mark.parametrize(("reason", "said"), [("stop", 1), ("abort", 0)])

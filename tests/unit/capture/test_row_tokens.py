@@ -32,3 +32,11 @@ def test_dropped_chunks_are_gone_and_the_others_stay(tokens: RowTokens) -> None:
     assert tokens.find(np.array([0, 8])).tolist() == [100, 108]
     with pytest.raises(KeyError):
         tokens.find(np.array([4]))
+
+
+@pytest.mark.parametrize(("live", "left"), [({0}, [100, 104, 108]), ({1}, [104, 108]), ({2}, [108])])
+def test_rows_that_came_since_are_kept(tokens: RowTokens, live: set[int], left: list[int]) -> None:
+    """What is live was found out before the last rows were put: they are written first of all that was posted."""
+    tokens.keep(live)
+    assert tokens.num_chunks == len(left)
+    assert tokens.find(np.array([token - 100 for token in left])).tolist() == left

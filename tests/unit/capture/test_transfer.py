@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.capture import transfer
-from vllm_overlay.capture.transfer import CpuTransfer, Ring, find_peaks, split_facts
+from vllm_overlay.capture.transfer import CpuTransfer, HostRows, Ring, find_peaks, join_rows, split_facts
 
 
 @given(st.lists(st.one_of(st.integers(1, 7), st.none()), max_size=60))
@@ -55,8 +57,8 @@ def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = torch.arange(24.0).reshape(3, 2, 4)
     sender = CpuTransfer(buffer)
     tokens = torch.tensor([7, 8, 9], dtype=torch.int32)
-    first = sender.send(3, None, tokens)()
-    second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens)()
+    first = sender.send(3, None, tokens).wait()
+    second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens).wait()
     buffer.zero_()
     assert first.rows.equal(torch.arange(24.0).reshape(3, 2, 4))
     assert second.tokens.tolist() == [9, 7]
@@ -78,3 +80,34 @@ def test_tokens_and_peaks_share_one_piece_of_memory() -> None:
     tokens, peaks = split_facts(arrived, 3)
     assert tokens.tolist() == [0, 1, 2, 3, 4]
     assert peaks.equal(find_peaks(rows)) and peaks.equal(rows.float().abs().amax(-1))
+
+
+@pytest.mark.parametrize(("starts", "copied"), [([0, 2, 5], False), ([0, 3, 5], True), ([4, 0, 2], True)])
+def test_rows_of_steps_are_joined_without_a_copy_where_they_lie_behind_each_other(
+    starts: list[int], copied: bool
+) -> None:
+    memory, released = torch.arange(8 * 6.0).reshape(8, 2, 3), []
+    steps = [
+        HostRows(
+            memory[start : start + 2],
+            np.array([start, start], dtype=np.int32),
+            np.full((2, 2), start, dtype=np.float32),
+            functools.partial(released.append, start),
+        )
+        for start in starts[:2]
+    ]
+    last = starts[2]
+    joined = join_rows([*steps, HostRows(memory[last - 1 : last], np.zeros(1), np.zeros((1, 2)), lambda: None)])
+    assert joined.rows.equal(torch.cat([memory[starts[0] :][:2], memory[starts[1] :][:2], memory[last - 1 :][:1]]))
+    assert (joined.rows.data_ptr() != memory[starts[0] :].data_ptr()) == copied
+    assert joined.tokens.tolist() == [starts[0]] * 2 + [starts[1]] * 2 + [0]
+    assert joined.peaks.shape == (5, 2)
+    joined.release()
+    assert released == starts[:2]
+
+
+def test_rows_of_different_memories_are_copied() -> None:
+    parts = [
+        HostRows(torch.full((1, 2, 3), value), np.zeros(1), np.zeros((1, 2)), lambda: None) for value in (1.0, 2.0)
+    ]
+    assert join_rows(parts).rows[:, 0, 0].tolist() == [1.0, 2.0]
