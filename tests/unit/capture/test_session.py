@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,12 @@ import pytest
 
 from vllm_overlay.capture import session as session_module
 from vllm_overlay.capture.finished import FinishedRequest
+from vllm_overlay.capture.recorder import Recorder
 from vllm_overlay.capture.rows import WHOLE, NewRequest, RowBook, Step
 from vllm_overlay.capture.session import CaptureSession
+from vllm_overlay.store import Store, StoreWriter, summarize
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(("tokens", "poisoned"), [(3, 1), (0, 0)])
@@ -80,3 +86,39 @@ def test_tokens_that_nothing_refers_to_are_dropped_now_and_then(monkeypatch: pyt
         session._drop_old_tokens(book)
         book.forget(key)
     assert kept == [(8, {0, 1, 2}), (20, {2, 3, 4, 5}), (36, {6, 7, 8, 9})]
+
+
+def test_what_a_request_asks_for_becomes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From sampling parameters to the store: the second and third find a prefix of the first in the cache."""
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    step_cost = importlib.import_module("step_cost")
+    recorder = Recorder(StoreWriter.open(tmp_path / "store", step_cost.META), step_cost.META.layer_ids)
+    session: Any = step_cost.PlayedSession(recorder, 4, 64, 16, "prompt")
+    keys = session._seam.step_order(None)
+    asked = ({"tokens": "all"}, {"tokens": [4, 18]}, {}, {"capture": False, "tokens": [0, 3]})
+    computed = (0, 16, 16, 0)
+    new = [
+        SimpleNamespace(
+            req_id=key,
+            prompt_token_ids=[step_cost.TOKEN] * 20,
+            mm_features=[],
+            sampling_params=SimpleNamespace(extra_args={"overlay": overlay}),
+            num_computed_tokens=start,
+            block_ids=([0 if start else 2 * number, 2 * number + 1],),
+        )
+        for number, (key, overlay, start) in enumerate(zip(keys, asked, computed, strict=True))
+    ]
+    nothing = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
+    session.record_step(
+        None,
+        step_cost.scheduler_output(new, nothing, {key: 20 - start for key, start in zip(keys, computed, strict=True)}),
+    )
+    cached = SimpleNamespace(req_ids=list(keys), num_computed_tokens=[20] * 4, new_block_ids=[None] * 4)
+    session.record_step(None, step_cost.scheduler_output([], cached, dict.fromkeys(keys, 1)))
+    session.close([(key, 22, "length", number + 1) for number, key in enumerate(keys)])
+    with Store.open(tmp_path / "store") as store:
+        found = [(record.first_position, len(record.token_ids), record.num_prompt_tokens) for record in store]
+        assert found == [(0, 21, 20), (4, 14, 14), (0, 20, 20)]
+        assert all(record.complete for record in store)
+        # 20 and 1 of the first, 2 of the second behind its prefix, 4 of the third.
+        assert summarize(store).rows_stored == 21 + 2 + 4
