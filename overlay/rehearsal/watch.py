@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from vllm_overlay.capture.layers import find_decoder_layers
+from vllm_overlay.capture.layers import count_layers, find_decoder_layers
 from vllm_overlay.capture.taps import Taps
 
 
@@ -21,7 +21,7 @@ class Watch:
         self.rows: set[str] = set()
         self._taps = taps
         self._hidden_size = int(config.get_hidden_size())
-        self._layers = find_decoder_layers(worker.get_model(), int(config.hf_text_config.num_hidden_layers))
+        self._layers = find_decoder_layers(worker.get_model(), count_layers(config.hf_text_config))
         self._received: dict[int, list[torch.Tensor]] = {}
         self._is_after_last = False
         for module in worker.get_model().modules():

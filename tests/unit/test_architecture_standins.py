@@ -53,6 +53,16 @@ def test_a_state_fades_by_the_gate_of_each_of_its_keys() -> None:
     torch.testing.assert_close(state[0], left[:, None, :].expand(HEADS, WIDTH, WIDTH))
 
 
+def test_what_a_key_holds_is_replaced_and_not_added_to() -> None:
+    tokens = make_tokens(2) | {
+        "raw_beta": torch.full((1, 2, HEADS), 100.0),
+        "raw_g": torch.full((1, 2, HEADS, WIDTH), -100.0),
+    }
+    tokens["k"][0, 1] = tokens["k"][0, 0]
+    out, _ = run(tokens | {"q": tokens["k"]}, torch.zeros(1, HEADS, WIDTH, WIDTH), [0, 2])
+    torch.testing.assert_close(out[0, 1], tokens["v"][0, 1] / math.sqrt(WIDTH), rtol=1e-4, atol=1e-5)
+
+
 def test_whole_sequences_are_token_after_token_and_do_not_touch_each_other() -> None:
     tokens = make_tokens(5)
     whole, states = run(tokens, torch.zeros(2, HEADS, WIDTH, WIDTH), [0, 3, 5])
