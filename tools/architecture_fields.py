@@ -91,6 +91,17 @@ _LINEAR_ATTENTION: Mapping[str, Any] = {
     "linear_value_head_dim": 128,
 }
 
+_CHATGLM: Mapping[str, Any] = {
+    "model_type": "chatglm",
+    "padded_vocab_size": 128,
+    "kv_channels": 32,
+    "multi_query_attention": True,
+    "original_rope": True,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 4,
+    "torch_dtype": "float32",
+}
+
 # What an architecture needs beside the sizes: kinds of layers, state-space sizes, and fields whose defaults do not go
 # together with the small sizes.
 EXTRA: Mapping[str, Mapping[str, Any]] = {
@@ -235,26 +246,8 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "HrmTextForCausalLM": {"num_key_value_heads": 2},
     "HYV4ForCausalLM": {"model_type": "hy_v4"},
     "BailingMoeV3VLForConditionalGeneration": {"model_type": "bailing_moe_v3_vl"},
-    "ChatGLMModel": {
-        "model_type": "chatglm",
-        "padded_vocab_size": 128,
-        "kv_channels": 32,
-        "multi_query_attention": True,
-        "original_rope": True,
-        "tie_word_embeddings": False,
-        "num_hidden_layers": 4,
-        "torch_dtype": "float32",
-    },
-    "ChatGLMForConditionalGeneration": {
-        "model_type": "chatglm",
-        "padded_vocab_size": 128,
-        "kv_channels": 32,
-        "multi_query_attention": True,
-        "original_rope": True,
-        "tie_word_embeddings": False,
-        "num_hidden_layers": 4,
-        "torch_dtype": "float32",
-    },
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
     "Step3TextForCausalLM": {
         "model_type": "step3_text",
         "share_q_dim": 64,
@@ -407,6 +400,13 @@ _NEMOTRON_H: Mapping[str, Any] = {
     "mamba_proj_bias": False,
     "rescale_prenorm_residual": True,
     "residual_in_fp32": False,
+}
+_TELECHAT: Mapping[str, Any] = {
+    "model_type": "telechat",
+    "n_head": 2,
+    "n_layer": LAYERS,
+    "ffn_hidden_size": 128,
+    "layer_norm_epsilon": 1e-5,
 }
 BARE: Mapping[str, Mapping[str, Any]] = {
     "AquilaModel": {"model_type": "aquila"},
@@ -613,13 +613,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rope_pct": 0.5,
     },
-    "TeleChatForCausalLM": {
-        "model_type": "telechat",
-        "n_head": 2,
-        "n_layer": LAYERS,
-        "ffn_hidden_size": 128,
-        "layer_norm_epsilon": 1e-5,
-    },
+    "TeleChatForCausalLM": _TELECHAT,
     "QWenLMHeadModel": {"model_type": "qwen", "num_key_value_heads": 2},
     "Rnj1ForCausalLM": {
         "model_type": "rnj1",
@@ -648,13 +642,7 @@ BARE: Mapping[str, Mapping[str, Any]] = {
         "bskcn_tv": [0.9, 0.8],
     },
     "Step1ForCausalLM": {"model_type": "step1", "num_attention_groups": 1},
-    "TeleChat2ForCausalLM": {
-        "model_type": "telechat",
-        "n_head": 2,
-        "n_layer": LAYERS,
-        "ffn_hidden_size": 128,
-        "layer_norm_epsilon": 1e-5,
-    },
+    "TeleChat2ForCausalLM": _TELECHAT,
     "TeleFLMForCausalLM": {
         "model_type": "TeleFLM",
         "use_mup": True,
