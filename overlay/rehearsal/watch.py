@@ -33,7 +33,11 @@ class Watch:
 
     def _make_note(self, index: int) -> Any:
         def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+            try:
+                bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+            except TypeError:
+                # Such a call is the layer's to refuse, in its own words, right after this.
+                return
             self._received[index] = self._list_streams(bound.arguments)
 
         return note

@@ -106,7 +106,8 @@ def test_a_model_that_would_die_after_the_load(name: str, deaths: Reports) -> No
     message, code = DEATHS[name]
     (line,) = [line for line in report["lines"] if line["verdict"] == "fails"]
     assert (status, line["subject"]) == (1, "rehearsal")
-    assert line["found"].startswith("died while building the engine: ")
+    # vLLM 0.32 on a CPU does not run the model before the first request.
+    assert line["found"].startswith(("died while building the engine: ", "died while generating: "))
     assert message in line["found"] and "rank 0" in line["found"]
     # torch, which calls a module's forward, is where two of the three are raised: the traceback says who called.
     assert "Traceback (most recent call last):" in line["details"]
