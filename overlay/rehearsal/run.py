@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -225,16 +226,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or '(no message)'}{place}"
 
 
-def _end_with_caller(pipe: int) -> None:
-    """End this process and the workers, which are of its group, when the caller ends."""
+def end_with_caller(pipe: int, folder: Path) -> None:
+    """When the caller ends, end this process and the workers, which are of its group; the folder is the caller's."""
     os.read(pipe, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def main(words: Sequence[str]) -> int:
     """Write the outcome into the folder, whatever happens in vLLM."""
     folder = Path(words[0])
-    threading.Thread(target=_end_with_caller, args=[int(words[1])], daemon=True).start()
+    threading.Thread(target=end_with_caller, args=[int(words[1]), folder], daemon=True).start()
     try:
         outcome = rehearse(folder, read_plan(folder))
     except Exception as error:  # noqa: BLE001  what it dies of is the outcome

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -71,6 +74,21 @@ def test_a_process_that_ends_without_a_word(folder: Path, monkeypatch: pytest.Mo
     assert (outcome.verdict, outcome.reason) == ("died", "the process ended with status -11")
     assert (outcome.stage, outcome.details) == ("starting", "last words")
     assert [one.name for one in folder.iterdir()] == ["python"]
+
+
+def test_a_caller_that_is_killed_leaves_nothing(folder: Path) -> None:
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    ours, theirs = os.pipe()
+    words = "import sys; from pathlib import Path; from vllm_overlay.rehearsal.run import end_with_caller; "
+    words += "end_with_caller(int(sys.argv[1]), Path(sys.argv[2]))"
+    command = [sys.executable, "-c", words, str(ours), str(scratch)]
+    process = subprocess.Popen(command, pass_fds=[ours], start_new_session=True)
+    os.close(ours)
+    assert process.poll() is None
+    os.close(theirs)
+    assert process.wait(60) == -signal.SIGKILL
+    assert not scratch.exists()
 
 
 def test_what_the_process_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
