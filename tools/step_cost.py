@@ -90,10 +90,10 @@ class PlayedSession(CaptureSession):
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
         keys = tuple(f"{number}-0a1b2c3d" for number in range(num_requests))
-        tokens = torch.full((max_tokens,), TOKEN, dtype=torch.int32)
+        token_ids = torch.full((max_tokens,), TOKEN, dtype=torch.int32)
         self._seam: Any = SimpleNamespace(
             step_order=lambda worker: keys,
-            step_token_ids=lambda worker: tokens,
+            step_token_ids=lambda worker: token_ids,
             resumed_requests=lambda cached: set(),
             block_copies=lambda scheduler_output: (),
             external_request_id=str,
