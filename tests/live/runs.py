@@ -20,16 +20,17 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip
 
 @dataclass(frozen=True)
 class Batch:
-    """One call of `generate`."""
+    """One call of `generate`. `overlays`: what each request says of its capture, if any does."""
 
     prompts: list[list[int]]
     max_tokens: int
     ignore_eos: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    overlays: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         params = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos, "stop_token_ids": self.stop_token_ids}
-        return {"prompts": self.prompts, "params": params}
+        return {"prompts": self.prompts, "params": params, "overlays": self.overlays}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,22 @@ BATCHES = {
     "long": [Batch([LONG], 64)],
     "twice": [Batch([make_prompt(9, 64)], 1), Batch([make_prompt(9, 64)], 1)],
 }
+# One prompt, whole and in windows at once: what is asked, and the positions that are wanted of its 48 + 6 - 1; None: no
+# record. The block of 32 tokens that they share is in the prefix cache after the first, which is whole.
+QUESTION, GENERATED = make_prompt(21, 48), 6
+ASKED: list[tuple[dict[str, Any], tuple[int, int] | None]] = [
+    ({"tag": "whole"}, (0, 53)),
+    ({"tokens": "prompt", "tag": "a prompt"}, (0, 48)),
+    ({"tokens": "last"}, (47, 48)),
+    ({"tokens": [10, 40]}, (10, 40)),
+    ({"capture": False}, None),
+    ({"tokens": [-5, None]}, (43, 53)),
+    ({"tokens": [33, 34]}, (33, 34)),
+    ({"tokens": [50, 52]}, (50, 52)),
+    ({"tokens": [50, 900]}, (50, 53)),
+    ({"tokens": [500, 900]}, None),
+    ({"tokens": [9, 3], "tag": "ignored with the rest"}, (0, 53)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +74,8 @@ def run_captured(
     environment = {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(folder / "store")}
     if layers:
         environment["VLLM_OVERLAY_LAYERS"] = layers
-    batches = [batch for group in BATCHES.values() for batch in group]
+    groups = {**BATCHES, "asked": [Batch([QUESTION] * len(ASKED), GENERATED, overlays=tuple(o for o, _ in ASKED))]}
+    batches = [batch for group in groups.values() for batch in group]
     answers = iter(
         run_script(
             folder,
@@ -69,7 +87,7 @@ def run_captured(
             block_size=32,
         )
     )
-    return {name: [next(answers) for _ in group] for name, group in BATCHES.items()}, Store.open(folder / "store")
+    return {name: [next(answers) for _ in group] for name, group in groups.items()}, Store.open(folder / "store")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +109,7 @@ def check_records(answers: dict[str, list[list[Answer]]], store: Store, referenc
         for batch, replies in zip(group, answers[name], strict=True)
         for prompt, answer in zip(batch.prompts, replies, strict=True)
     ]
-    assert len(store) == len(requests)
+    assert len(store) == len(requests) + sum(wanted is not None for _, wanted in ASKED)
     worst = 0.0
     for prompt, answer in requests:
         record = store[answer.request_id]
@@ -121,6 +139,33 @@ def test_a_budget_of_16_tokens_changes_nothing(
     answers, store = chunked
     assert check_records(answers, store, reference) < TOLERANCE
     assert len(store[answers["long"][0][0].request_id].token_ids) == 61 + 64 - 1
+
+
+@pytest.mark.parametrize("budget", [64, 16])
+def test_a_request_says_what_is_captured_of_it(
+    budget: int, request: pytest.FixtureRequest, reference: Reference
+) -> None:
+    """In one batch, beside a whole one and with its blocks in the prefix cache; rows are slices of the whole one's."""
+    answers, store = request.getfixturevalue("captured" if budget == 64 else "chunked")
+    (replies,) = answers["asked"]
+    assert {tuple(reply.token_ids) for reply in replies} == {tuple(replies[0].token_ids)}
+    whole = store[replies[0].request_id]
+    assert whole.token_ids.tolist() == QUESTION + replies[0].token_ids[:-1]
+    expected = reference.states(whole.token_ids)[:, list(store.layer_ids)]
+    for (overlay, wanted), reply in zip(ASKED, replies, strict=True):
+        assert (reply.request_id in store) == (wanted is not None), overlay
+        if wanted is None:
+            continue
+        record, (start, end) = store[reply.request_id], wanted
+        assert (record.first_position, record.complete) == (start, True), overlay
+        assert record.token_ids.tolist() == whole.token_ids[start:end].tolist(), overlay
+        assert record.num_prompt_tokens == min(max(0, 48 - start), end - start), overlay
+        assert float((record.hidden_states - expected[start:end]).abs().max()) < TOLERANCE, overlay
+        assert float((record.hidden_states - whole.hidden_states[start:end]).abs().max()) < TOLERANCE, overlay
+    assert store.tags() == {"whole", "a prompt"}
+    # Only the first computes positions 0 .. 32: a window there refers to its rows.
+    assert store[replies[3].request_id].hidden_states[:22].equal(whole.hidden_states[10:32])
+    assert summarize(store).windows == 6
 
 
 def test_the_default_layers_are_those_of_eagle3(

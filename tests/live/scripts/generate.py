@@ -1,7 +1,7 @@
-"""A user's script: it only calls `LLM(...).generate(...)` and knows nothing of the overlay.
+"""A user's script: it only calls `LLM(...).generate(...)`, and may hand requests their `extra_args["overlay"]`.
 
 usage: generate.py PLAN.json; the plan holds `engine` (keyword arguments), `batches` (a list of calls, each with
-`prompts` as token ids and `params`) and `out` (where the generated token ids go).
+`prompts` as token ids, `params`, and `overlays` for each prompt or none) and `out` (where the generated token ids go).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if __name__ == "__main__":
     llm = LLM(**plan["engine"])
     answers = []
     for batch in plan["batches"]:
+        params = [
+            SamplingParams(temperature=0.0, detokenize=False, extra_args=extra, **batch["params"])
+            for extra in [{"overlay": overlay} for overlay in batch["overlays"]] or [None] * len(batch["prompts"])
+        ]
         started = time.perf_counter()
-        outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in batch["prompts"]],
-            SamplingParams(temperature=0.0, detokenize=False, **batch["params"]),
-            use_tqdm=False,
-        )
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch["prompts"]], params, use_tqdm=False)
         answers.append(
             {
                 "seconds": time.perf_counter() - started,
