@@ -123,15 +123,21 @@ async def _send(session: Any, url: str, model: str, request: Request) -> Outcome
 
     seen: list[int] = []
     try:
-        async with asyncio.timeout(request.hang_up_after_s) as patience:
-            async with session.post(f"{url}/v1/completions", json=request.to_json(model)) as response:
-                if response.status != 200:
-                    return Outcome(request, (), "cut off", f"{response.status}: {(await response.text())[:300]}")
-                choices = _read_stream(response) if request.streamed else _read_answer(response)
-                return await _follow(request, choices, seen)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        hung_up = patience.expired()
+        return await asyncio.wait_for(_post(session, url, model, request, seen), request.hang_up_after_s)
+    except asyncio.TimeoutError as error:
+        # A session's own patience is far longer than any of a request's.
+        hung_up = request.hang_up_after_s is not None
         return Outcome(request, tuple(seen), "hung up" if hung_up else "cut off", "" if hung_up else repr(error))
+    except aiohttp.ClientError as error:
+        return Outcome(request, tuple(seen), "cut off", repr(error))
+
+
+async def _post(session: Any, url: str, model: str, request: Request, seen: list[int]) -> Outcome:
+    async with session.post(f"{url}/v1/completions", json=request.to_json(model)) as response:
+        if response.status != 200:
+            return Outcome(request, (), "cut off", f"{response.status}: {(await response.text())[:300]}")
+        choices = _read_stream(response) if request.streamed else _read_answer(response)
+        return await _follow(request, choices, seen)
 
 
 async def _follow(request: Request, choices: Any, seen: list[int]) -> Outcome:
