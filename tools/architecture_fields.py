@@ -219,6 +219,8 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "num_shared_expert": [1] * 4,
     },
     "RWForCausalLM": {"multi_query": True, "parallel_attn": True},
+    # Its states are divided by the width over this behind the norm, where no module shows it.
+    "MiniCPM3ForCausalLM": {"dim_model_base": HIDDEN},
     "MiniMaxForCausalLM": {"head_dim": 64},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
@@ -538,11 +540,11 @@ BARE: Mapping[str, Mapping[str, Any]] = {
     "MiMoForCausalLM": {"model_type": "mimo", "attention_bias": True},
     "MiMoV2ForCausalLM": {"model_type": "mimo_v2", **_MIMO_V2},
     "MiMoV2FlashForCausalLM": {"model_type": "mimo_v2_flash", **_MIMO_V2},
-    "MiniCPMForCausalLM": {"model_type": "minicpm", "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12},
+    "MiniCPMForCausalLM": {"model_type": "minicpm", "dim_model_base": HIDDEN, "scale_depth": 1.4, "scale_emb": 12},
     "MiniCPM3ForCausalLM": {
         "model_type": "minicpm3",
         **_LATENT,
-        "dim_model_base": 32,
+        "dim_model_base": HIDDEN,
         "scale_depth": 1.4,
         "scale_emb": 12,
     },
