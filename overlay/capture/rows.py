@@ -266,9 +266,10 @@ class RowBook:
         return self._last_places
 
     def _set_rows(self, places: Rows, starts: Rows, counts: Rows, rows: Rows) -> None:
-        """Write entries start .. start + count of each list, which are its last: what was behind them is superseded.
+        """Write entries start .. start + count of each list. A list of which the count is 0 stays as it is.
 
-        A list of which the count is 0 stays as it is.
+        What is behind them stays as well: rows from before a pre-emption are those of the same tokens, and a rejected
+        draft's row is written again before its position is one of the request's.
         """
         some = counts > 0
         if not some.all():
@@ -277,7 +278,7 @@ class RowBook:
         for at in np.flatnonzero(self._num_rows[places] < starts).tolist():
             self._fill_gap(int(places[at]), int(starts[at]))
         self._rows.make_room(places, ends)
-        self._num_rows[places] = ends
+        self._num_rows[places] = np.maximum(self._num_rows[places], ends)
         self._rows.set(*_spread(places, starts, counts, len(rows)), rows)
 
     def _fill_gap(self, place: int, end: int) -> None:

@@ -162,13 +162,13 @@ def test_requests_that_come_again_in_the_same_order_are_new_ones() -> None:
         rows.plan(step({"a": 1, "b": 1}, starts={"a": 2, "b": 2}))
 
 
-def test_what_a_recomputation_left_behind_is_not_found_behind_a_gap() -> None:
-    """Computed to 6, recomputed to 2, and then on from 4: nobody said where 2 and 3 are now."""
+def test_rows_of_before_a_second_preemption_are_found_where_the_cache_knows_none() -> None:
+    """Computed to 6, recomputed to 2, and then on from 4: a block that another one filled, who is not captured."""
     rows = book()
     rows.plan(step({"a": 6}, new=(new("a", 0, [1, 2]),)))
     rows.plan(step({"a": 2}, new=(new("a", 0, [3, 4], resumed=True),)))
-    rows.plan(step({"a": 1}, starts={"a": 4}))
-    assert rows.find_rows("a", 6).tolist() == [6, 7, MISSING, MISSING, 8, MISSING]
+    rows.plan(step({"a": 1}, new=(new("a", 4, [5, 6], resumed=True),)))
+    assert rows.find_rows("a", 6).tolist() == [6, 7, 2, 3, 8, 5]
 
 
 def test_long_requests_and_many_of_them() -> None:
