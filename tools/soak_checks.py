@@ -154,10 +154,16 @@ def _measure_growth(process: str, samples: Sequence[int]) -> Growth:
     mean: Any = statistics.fmean
     half, quarter = len(samples) // 2, len(samples) // 4
     grown = 2 * (mean(samples[-quarter:]) - mean(samples[-2 * quarter : -quarter]))
-    return Growth(process, mean(samples[:half]) / MIB, mean(samples[half:]) / MIB, grown / MIB)
+    return Growth(process, *(round(each / MIB, 1) for each in (mean(samples[:half]), mean(samples[half:]), grown)))
 
 
-def find_grown(growths: Sequence[Growth], most: float) -> Iterator[str]:
+def find_grown(growths: Sequence[Growth], plain: Sequence[Growth], most: float) -> Iterator[str]:
+    """Processes that grew by more than `most` MiB above what the same process of a plain vLLM grew by, if it did."""
+    expected = {growth.process: max(0.0, growth.grown) for growth in plain}
     for growth in growths:
-        if growth.grown > most:
-            yield f"{growth.process}: grew by {growth.grown:.1f} MiB in the last half, expected at most {most}"
+        own = expected.get(growth.process, 0.0)
+        if growth.grown > own + most:
+            yield (
+                f"{growth.process}: grew by {growth.grown:.1f} MiB in the last half, expected at most {most} above the "
+                f"{own:.1f} of plain vLLM"
+            )

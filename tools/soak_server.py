@@ -133,14 +133,9 @@ def _read_memory(pid: int) -> dict[str, int]:
     return dict(found)
 
 
-def make_environment(store: Path, layers: str) -> dict[str, str]:
-    """This environment with capture on and none of its other VLLM_ variables."""
+def make_environment(store: Path | None, layers: str) -> dict[str, str]:
+    """This environment with capture into `store` on, or with no overlay, and none of its other VLLM_ variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "_VLLM_"))}
-    return kept | {
-        "VLLM_OVERLAY": "1",
-        "VLLM_OVERLAY_CAPTURE": str(store),
-        "VLLM_OVERLAY_LAYERS": layers,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    capture = {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(store), "VLLM_OVERLAY_LAYERS": layers}
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return kept | small | (capture if store else {})

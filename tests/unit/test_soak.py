@@ -153,9 +153,12 @@ def test_growth_is_that_of_the_last_half(checks: Any) -> None:
     leaking = [100 * mib + mib * number for number in range(100)]
     growths = checks.measure_growth({"flat": flat, "leaking": leaking, "brief": [1, 2]})
     assert [(growth.process, round(growth.grown)) for growth in growths] == [("flat", 0), ("leaking", 50)]
-    assert list(checks.find_grown(growths, 49.0)) == [
-        "leaking: grew by 50.0 MiB in the last half, expected at most 49.0"
+    assert list(checks.find_grown(growths, [], 49.0)) == [
+        "leaking: grew by 50.0 MiB in the last half, expected at most 49.0 above the 0.0 of plain vLLM"
     ]
+    plain = [checks.Growth("leaking", 100.0, 100.0, 2.0), checks.Growth("flat", 100.0, 100.0, -7.0)]
+    assert list(checks.find_grown(growths, plain, 49.0)) == []
+    assert [line.partition(":")[0] for line in checks.find_grown(growths, plain, 47.9)] == ["leaking"]
 
 
 def test_a_fifth_is_hung_up_on_and_the_same_seed_is_the_same_load(load: Any) -> None:
