@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,14 @@ def run_check(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     return done, time.perf_counter() - began
 
 
+def is_in_registry(config: dict[str, Any]) -> bool:
+    """Whether this vLLM serves the architecture: 0.11.0 has no Kimi-K2.5."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    registry = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
+    return f'"{config["architectures"][0]}"' in registry.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -50,13 +60,13 @@ def run_check(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     ],
     ids=["llama", "deepseek_v3", "kimi_k25", "unknown"],
 )
-def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[str, object], tmp_path: Path) -> None:
+def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     seconds = []
     for _ in range(3):
         done, elapsed = run_check(str(tmp_path), "--json")
         seconds.append(elapsed)
-        assert done.returncode == (1 if config["architectures"] == ["LamaFor"] else 0), done.stderr
+        assert done.returncode == (0 if is_in_registry(config) else 1), done.stderr
         assert done.stderr.splitlines()[-1].strip() == "loaded:"
         assert json.loads(done.stdout)["would_fail"] == bool(done.returncode)
     # The best of three: machines that check a change do other things too.
