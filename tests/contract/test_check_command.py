@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ sys.exit(status)
 def run_check(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment["PYTHONPATH"] = str(Path(vllm_overlay.__path__[0]).parent)
-    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", RUN, *words], env=environment, text=True, capture_output=True, check=False
     )
-    return done, time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def is_in_registry(config: dict[str, Any]) -> bool:
@@ -69,7 +70,7 @@ def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[st
         assert done.returncode == (0 if is_in_registry(config) else 1), done.stderr
         assert done.stderr.splitlines()[-1].strip() == "loaded:"
         assert json.loads(done.stdout)["would_fail"] == bool(done.returncode)
-    # The best of three: machines that check a change do other things too.
+    # CPU seconds, and the best of three: machines that check a change do other things too. It waits for nothing but disk.
     assert min(seconds) < LIMIT_S, seconds
 
 
