@@ -70,7 +70,7 @@ def test_it_answers_within_two_seconds_and_imports_nothing_heavy(config: dict[st
         assert done.returncode == (0 if is_in_registry(config) else 1), done.stderr
         assert done.stderr.splitlines()[-1].strip() == "loaded:"
         assert json.loads(done.stdout)["would_fail"] == bool(done.returncode)
-    # CPU seconds, and the best of three: machines that check a change do other things too, and it waits for a disk only.
+    # CPU seconds, and the best of three: machines that check a change do other things too.
     assert min(seconds) < LIMIT_S, seconds
 
 
