@@ -14,6 +14,7 @@ has one, which both readers pass over, and say in their metadata which layers th
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -119,10 +120,7 @@ def _fill_for_vllm(folder: Path, records: Iterable[tuple[Record, Metadata]], col
 
 
 def _fill_for_speculators(folder: Path, records: Iterable[tuple[Record, Metadata]], columns: Sequence[int]) -> None:
-    try:
-        from datasets import Dataset, disable_progress_bars
-    except ImportError as error:
-        raise StoreError("speculators' layout has an Arrow data set: pip install datasets") from error
+    datasets = _import_datasets(folder)
     states = folder / SPECULATORS_STATES
     with naming_path("create", states):
         states.mkdir()
@@ -132,11 +130,25 @@ def _fill_for_speculators(folder: Path, records: Iterable[tuple[Record, Metadata
         rows["input_ids"].append(record.token_ids.numpy())
         rows["loss_mask"].append(_find_loss_mask(record).numpy().astype(np.int64))
         rows["seq_len"].append(len(record.token_ids))
-    disable_progress_bars()
-    dataset = Dataset.from_dict(rows)
+    datasets.disable_progress_bars()
+    dataset = datasets.Dataset.from_dict(rows)
     dataset.set_format("torch")
     with naming_path("write", folder):
         dataset.save_to_disk(folder)
+
+
+def _import_datasets(folder: Path) -> Any:
+    """The library of speculators' data sets. Raises StoreError if it is not there, or is one that does not import."""
+    try:
+        return importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise StoreError(f"{folder} is to hold, or holds, an Arrow data set: pip install datasets") from error
+    except Exception as error:
+        # datasets 2.14, which vLLM 0.11.0 comes with, fails inside a pyarrow that is newer than it.
+        raise StoreError(
+            f"the Arrow data set of {folder} needs datasets, and the one installed does not import "
+            f"({type(error).__name__}: {error}): pip install -U datasets"
+        ) from error
 
 
 def _order_columns(store: Store, layout: str) -> list[int]:
@@ -327,11 +339,7 @@ def read_loss_masks(folder: Path, files: Sequence[Path]) -> list[torch.Tensor] |
     """
     if not (folder / "dataset_info.json").is_file():
         return None
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise StoreError(f"{folder} has an Arrow data set: pip install datasets") from error
-    rows = load_from_disk(str(folder)).with_format("torch")
+    rows = _import_datasets(folder).load_from_disk(str(folder)).with_format("torch")
     numbers = [int(path.stem[3:]) for path in files]
     if numbers[-1] >= len(rows):
         raise StoreError(f"{folder} has a data set of {len(rows)} rows and none for {files[-1].name}")

@@ -24,7 +24,6 @@ import psutil
 import pytest
 
 from tests.live.runs import ENGINE, clean_environment
-from tests.live.test_serve_live import wait_until_ready
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.live
@@ -153,6 +152,17 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
             process.kill()
     assert find_processes(variables[MARK]) == []
     yield status, body, log.read_text()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
 
 
 def choose_port() -> int:

@@ -44,7 +44,7 @@ class Worker:
     """The part of a worker that capture looks at; a step's row is its token id."""
 
     def __init__(self) -> None:
-        shape = SimpleNamespace(num_hidden_layers=4)
+        shape = SimpleNamespace(model_type="llama", num_hidden_layers=4)
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(hf_text_config=shape, get_hidden_size=lambda: 2, dtype=torch.float32),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8),

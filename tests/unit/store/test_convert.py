@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.store.conftest import MakeMeta, MakeRecord, MakeRows
 from vllm_overlay.cli import main
-from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter, record_files
 from vllm_overlay.store.record_files import from_ours, to_ours, write_record_files
 
 
@@ -75,10 +75,18 @@ class ColumnsOnly:
         return rows
 
 
+def imports_datasets() -> bool:
+    try:
+        importlib.import_module("datasets")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library, or what stands in for it: no vLLM needs it, so our environments do not have it."""
-    if importlib.util.find_spec("datasets") is None:
+    """The library, or what stands in for it: vLLM does not need it, and that of 0.11.0's environment is too old."""
+    if not imports_datasets():
         module = SimpleNamespace(
             Dataset=SimpleNamespace(from_dict=ColumnsOnly),
             disable_progress_bars=lambda: None,
@@ -277,4 +285,23 @@ def test_a_store_without_the_last_state_is_nothing_for_speculators(
     StoreWriter.open(tmp_path / "store", make_meta(layer_ids=(1, 2))).close()
     assert main(["convert", str(tmp_path / "store"), "-o", str(tmp_path / "out"), "--to", "speculators"]) == 1
     assert "trains on the last state, id 6 of this target, and" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'datasets'"), "pip install datasets"),
+        (AttributeError("no PyExtensionType"), "does not import (AttributeError: no PyExtensionType): pip install -U"),
+    ],
+)
+def test_a_library_that_does_not_import_is_one_line(
+    error: Exception, said: str, store: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(record_files, "importlib", SimpleNamespace(import_module=fail))
+    assert main(["convert", str(store), "-o", str(tmp_path / "out"), "--to", "speculators"]) == 1
+    assert said in capsys.readouterr().err.splitlines()[-1]  # behind the progress bar
     assert not (tmp_path / "out").exists()
