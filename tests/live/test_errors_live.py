@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import psutil
 import pytest
 
 from tests.live.runs import ENGINE, clean_environment
+from tests.live.server import find_port, wait_until_ready
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.live
@@ -138,7 +138,7 @@ def test_a_step_whose_clean_up_fails_too(tmp_path: Path, model: Path) -> None:
 def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[int, str, str]]:
     """Status and body of a request whose step failed, and the server's log."""
     folder = tmp_path_factory.mktemp("served")
-    log, port, variables = folder / "log", choose_port(), plan(folder, "step", "bare_assert")
+    log, port, variables = folder / "log", find_port(), plan(folder, "step", "bare_assert")
     words = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--port", str(port)]
     server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1", *words]
     command = [sys.executable, *server, "--worker-cls", "failing_worker.FailingWorker"]
@@ -152,24 +152,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
             process.kill()
     assert find_processes(variables[MARK]) == []
     yield status, body, log.read_text()
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start: {log.read_text()[-4000:]}")
-
-
-def choose_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def ask(port: int, model: Path) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""CASES 12 and 14: engines of two ranks over gloo, tensor and pipeline parallel, against the transformers forward.
+"""CASES 12: engines of two ranks over gloo, tensor and pipeline parallel, against the transformers forward.
 
 One writer a column: with tensor parallelism rank 0, with pipeline parallelism each stage for the layers it computes.
 And data parallel: each replica writes the requests that it got, whole.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.live.runs import Answer, Batch, Reference, clean_environment, run_script
-from tests.live.test_serve_live import ask, wait_until_ready
+from tests.live.server import ask, find_port, wait_until_ready
 from tests.tiny_models import write_tiny_llama, write_tiny_mixtral
 from vllm_overlay.store import Store, summarize
 
@@ -77,6 +76,7 @@ def captured(
 
 
 def test_states_are_the_reference(captured: tuple[str, list[list[Answer]], Path], model: Path) -> None:
+    """CASES 12."""
     _, answers, folder = captured
     reference = Reference(model)
     requests = [
@@ -98,18 +98,13 @@ def test_states_are_the_reference(captured: tuple[str, list[list[Answer]], Path]
 
 
 def test_every_column_has_one_writer(captured: tuple[str, list[list[Answer]], Path]) -> None:
+    """CASES 12."""
     ranks, _, folder = captured
     shards = sorted(path.name for path in (folder / "shards").glob("*.safetensors"))
     assert len(shards) == (1 if ranks == "tensor" else 2), shards
 
 
 NUM_REPLICAS = 2
-
-
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.skipif(
@@ -174,7 +169,9 @@ def test_replicas_behind_a_server_write_one_store(tmp_path: Path, model: Path) -
     prompts = {f"t{i}": f"prompt number {i}, and " + "x" * i for i in range(12)}
 
     def ask_tagged(tag: str) -> str:
-        answer = ask(port, model, prompt=prompts[tag], vllm_xargs={"overlay": json.dumps({"tag": tag})})
+        answer = ask(
+            f"http://127.0.0.1:{port}", model, prompt=prompts[tag], vllm_xargs={"overlay": json.dumps({"tag": tag})}
+        )
         return str(answer["id"])
 
     with (tmp_path / "log").open("w") as log:

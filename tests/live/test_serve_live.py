@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.live.runs import Reference, clean_environment
+from tests.live.server import ask
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.store import Record, Store
 
@@ -82,16 +82,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path, soak: Any) -> 
         outcomes = load.run_load(server.url, str(model), load.plan_requests(60, 1), 16, stop_in_the_middle)
         server.wait(60)
     return Served(answers, scraped, outcomes, scrapes[0], folder / "store")
-
-
-def ask(url: str, model: Path, **fields: Any) -> dict[str, Any]:
-    body = {"model": str(model), "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
 
 
 def ask_for_tokens(tokens: Any) -> dict[str, str]:
