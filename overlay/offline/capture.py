@@ -80,7 +80,7 @@ def capture_dataset(
         return CaptureSummary(0, len(share), 0, 0, 0.0)
     check_disk(store, wanted + _find_unbegun(items, store, replica, plan), shape, len(layer_ids))
     switch_on(folder, layers)
-    if replica.count > 1:
+    if not _is_rank_of_an_engine(engine_options):
         forget_launcher(os.environ)
     bar_name = f"capture {replica}" if replica.count > 1 else "capture"
     return _run(wanted, len(share) - len(wanted), model, folder, engine_options, bar_name)
@@ -156,11 +156,16 @@ def _check_stores(stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]
 
 
 def _refuse_ranks_of_one_engine(replica: Replica, engine_options: Sequence[str]) -> None:
-    if replica.count > 1 and "external_launcher" in " ".join(engine_options):
+    if replica.count > 1 and _is_rank_of_an_engine(engine_options):
         raise OverlayError(
             f"{replica.source}: with external_launcher these processes are ranks of one engine and not replicas; "
             "leave the option away, and every process starts an engine of its own"
         )
+
+
+def _is_rank_of_an_engine(engine_options: Sequence[str]) -> bool:
+    """Whether vLLM takes its rank from the launcher's variables, so that they must stay."""
+    return "external_launcher" in " ".join(engine_options)
 
 
 def _find_unbegun(items: Sequence[DatasetItem], store: Path, replica: Replica, plan: Plan) -> list[DatasetItem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,6 +166,35 @@ def test_ranks_of_one_engine_are_no_replicas(tmp_path: Path) -> None:
     for options in (("--distributed-executor-backend", "external_launcher"), ("-dp=external_launcher",)):
         with pytest.raises(OverlayError, match=r"RANK=0 and WORLD_SIZE=2: with external_launcher .* one engine"):
             capture_as(tmp_path, Replica(0, 2, "RANK=0 and WORLD_SIZE=2"), options)
+
+
+@pytest.mark.parametrize(
+    ("replica", "options", "left"),
+    [
+        (ALONE, (), set()),  # torchrun --nproc-per-node 1
+        (Replica(0, 1, "--replica 0/1"), (), set()),
+        (Replica(0, 2, "RANK=0 and WORLD_SIZE=2"), (), set()),
+        (ALONE, ("--distributed-executor-backend", "external_launcher"), {"RANK", "TORCHELASTIC_USE_AGENT_STORE"}),
+    ],
+)
+def test_an_engine_of_its_own_does_not_wait_for_torchruns_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replica: Replica, options: tuple[str, ...], left: set[str]
+) -> None:
+    launcher = {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    write_model(tmp_path / "model", hidden=4, layers=2)
+    write_dataset(tmp_path / "data", [make_item(f"i{i}", 2) for i in range(8)], {})
+    seen: list[set[str]] = []
+
+    def note(*arguments: object) -> CaptureSummary:
+        seen.append(launcher.keys() & os.environ.keys())
+        return CaptureSummary(0, 0, 0, 0, 0.0)
+
+    monkeypatch.setattr(capture, "_run", note)
+    monkeypatch.setattr(capture, "switch_on", lambda *arguments: None)
+    capture_as(tmp_path, replica, options)
+    assert seen == [left]
 
 
 def test_a_store_of_other_layers_or_weights_is_refused_before_the_model_loads(tmp_path: Path) -> None:
