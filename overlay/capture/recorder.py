@@ -188,8 +188,8 @@ class Recorder:
         steps = [message for message in posted if isinstance(message, StepRows)]
         known = self._requests | {message.key: message.facts for message in posted if isinstance(message, Beginning)}
         while steps:
-            with self._keeping_error():
-                self._write(_take_arrived(steps), known)
+            with self._keeping_error(), _taking_arrived(steps) as arrived:
+                self._write(arrived, known)
         for message in posted:
             with self._keeping_error():
                 self._settle(message)
@@ -214,21 +214,18 @@ class Recorder:
             message()
 
     def _write(self, arrived: Sequence[tuple[Plan, HostRows]], known: Mapping[str, RequestFacts]) -> None:
+        if self._error is not None:
+            return
         host = join_rows([rows for _, rows in arrived])
-        try:
-            if self._error is not None:
-                return  # the room is given back all the same: a step may be waiting for it, and raises next
-            if find_bad(host.peaks).any():
-                for plan, rows in arrived:
-                    refuse_bad_rows(plan, rows.peaks, self._layer_ids, lambda key: known[key].request_id)
-            first = self._writer.append(host.rows)
-            if first != arrived[0][0].first_row:
-                raise CaptureError(f"expected the store to write row {arrived[0][0].first_row}, found {first}")
-            self._tokens.put(first, host.tokens)
-            self.statistics.num_rows += len(host.rows)
-            self.statistics.num_bytes += host.rows.nbytes
-        finally:
-            host.release()
+        if find_bad(host.peaks).any():
+            for plan, rows in arrived:
+                refuse_bad_rows(plan, rows.peaks, self._layer_ids, lambda key: known[key].request_id)
+        first = self._writer.append(host.rows)
+        if first != arrived[0][0].first_row:
+            raise CaptureError(f"expected the store to write row {arrived[0][0].first_row}, found {first}")
+        self._tokens.put(first, host.tokens)
+        self.statistics.num_rows += len(host.rows)
+        self.statistics.num_bytes += host.rows.nbytes
 
     def _finish(self, key: str, rows: Rows, reason: str) -> None:
         if self._error is not None:
@@ -273,13 +270,24 @@ def _do_nothing() -> None:
     """Nobody wants to be called."""
 
 
-def _take_arrived(steps: list[StepRows]) -> list[tuple[Plan, HostRows]]:
-    """Wait for the first step's rows, and take it off the list with those behind it whose rows are here as well."""
+@contextmanager
+def _taking_arrived(steps: list[StepRows]) -> Iterator[list[tuple[Plan, HostRows]]]:
+    """Wait for the first step's rows, and take it off the list with those behind it whose rows are here as well.
+
+    They are given back at the end whatever happened: a step may be waiting for the room. No more are taken than a big
+    step has, for their memory is given back only when all of them are written.
+    """
     arrived: list[tuple[Plan, HostRows]] = []
-    while steps and (not arrived or steps[0].arrival.is_here()):
-        step = steps.pop(0)
-        arrived.append((step.plan, step.arrival.wait()))
-    return arrived
+    try:
+        taken = 0
+        while steps and (not arrived or (taken < ROWS_AT_ONCE and steps[0].arrival.is_here())):
+            step = steps.pop(0)
+            arrived.append((step.plan, step.arrival.wait()))
+            taken += step.plan.count
+        yield arrived
+    finally:
+        for _, rows in arrived:
+            rows.release()
 
 
 def find_bad(peaks: NDArray[np.float32]) -> NDArray[np.bool_]:

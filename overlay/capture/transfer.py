@@ -42,20 +42,21 @@ class Arrival:
     is_here: Callable[[], bool]
 
 
-def join_rows(steps: Sequence[HostRows]) -> HostRows:
-    """The rows of some steps as those of one; without a copy where they lie behind each other, as a ring's do."""
-    if len(steps) == 1:
-        return steps[0]
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows, tokens and peaks of some steps, as HostRows has those of one."""
 
-    def release() -> None:
-        for step in steps:
-            step.release()
+    rows: torch.Tensor
+    tokens: NDArray[np.int32]
+    peaks: NDArray[np.float32]
 
-    return HostRows(
+
+def join_rows(steps: Sequence[HostRows]) -> JoinedRows:
+    """Without a copy of rows that lie behind each other, as a ring's do. They are the steps' own until released."""
+    return JoinedRows(
         _join_adjacent([step.rows for step in steps]),
         np.concatenate([step.tokens for step in steps]),
         np.concatenate([step.peaks for step in steps]),
-        release,
     )
 
 

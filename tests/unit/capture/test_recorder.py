@@ -144,6 +144,52 @@ def test_rows_that_are_here_do_not_wait_for_those_that_are_not(recorder: Recorde
     assert recorder.statistics.num_rows == 2
 
 
+def test_no_more_rows_are_held_for_one_write_than_a_big_step_has(recorder: Recorder, monkeypatch: Any) -> None:
+    """Their memory is given back when they are written: with a backlog of all that fits, steps would wait for that."""
+    monkeypatch.setattr("vllm_overlay.capture.recorder.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr("vllm_overlay.capture.recorder.TAKE_UP_INTERVAL_S", 60.0)
+    time.sleep(0.2)
+    appended, append = [], recorder._writer.append
+    monkeypatch.setattr(recorder._writer, "append", lambda rows: appended.append(len(rows)) or append(rows))
+    begin(recorder, [1] * 9)
+    for first in (0, 3, 6):
+        send(recorder, torch.randn(3, 2, 4), [1] * 3, start=first, first_row=first)
+    recorder.close()
+    assert appended == [6, 3]
+
+
+def test_the_room_of_rows_that_could_not_be_joined_is_given_back(recorder: Recorder, monkeypatch: Any) -> None:
+    """A step that waits for it would never come to the call that raises."""
+
+    def fail(_: object) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr("vllm_overlay.capture.recorder.join_rows", fail)
+    released: list[int] = []
+    begin(recorder, [1, 1])
+    for position in range(2):
+        rows = HostRows(torch.randn(1, 2, 4), np.array([1]), np.ones((1, 2)), lambda at=position: released.append(at))
+        recorder.write(plan_one(position, 1, position), Arrival(lambda rows=rows: rows, lambda: True))
+    with pytest.raises(CaptureError, match="no room for a copy"):
+        recorder.flush()
+    assert released == [0, 1]
+
+
+def test_the_room_is_given_back_where_a_later_step_of_a_write_does_not_arrive(recorder: Recorder) -> None:
+    released: list[int] = []
+
+    def fail() -> HostRows:
+        raise RuntimeError("the device is gone")
+
+    rows = HostRows(torch.randn(1, 2, 4), np.array([1]), np.ones((1, 2)), lambda: released.append(0))
+    begin(recorder, [1, 1])
+    recorder.write(plan_one(0, 1, 0), Arrival(lambda: rows, lambda: True))
+    recorder.write(plan_one(1, 1, 1), Arrival(fail, lambda: True))
+    with pytest.raises(CaptureError, match="the device is gone"):
+        recorder.close()
+    assert released == [0]
+
+
 @pytest.mark.parametrize(("reason", "said"), [("stop", 1), ("abort", 0)])
 def test_a_request_that_ends_before_its_window_has_no_record(
     recorder: Recorder, tmp_path: Path, reason: str, said: int, caplog: pytest.LogCaptureFixture
