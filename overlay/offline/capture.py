@@ -68,8 +68,9 @@ def capture_dataset(
     layer_ids = resolve_layer_ids(layers, shape.num_hidden_layers)
     plan = share_out(items, replica.count)
     folder = choose_folder(store, replica, plan)
+    missing = {item.key for item in find_missing(items, find_readable(store, folder, plan), model, layer_ids)}
     share = plan.take(items, replica.index)
-    wanted = find_missing(share, find_readable(store, folder, plan), model, layer_ids)
+    wanted = [item for item in share if item.key in missing]
     if replica.count > 1:
         print(
             f"replica {replica} ({replica.source}): {len(share)} of {len(items)} items, {len(wanted)} of them missing; "
@@ -78,7 +79,9 @@ def capture_dataset(
         )
     if not wanted:
         return CaptureSummary(0, len(share), 0, 0, 0.0)
-    check_disk(store, wanted + _find_unbegun(items, store, replica, plan), shape, len(layer_ids))
+    unbegun = _find_unbegun(store, replica, plan)
+    theirs = [item for item, owner in zip(items, plan.owners, strict=True) if owner in unbegun and item.key in missing]
+    check_disk(store, wanted + theirs, shape, len(layer_ids))
     switch_on(folder, layers)
     if not _is_rank_of_an_engine(engine_options):
         forget_launcher(os.environ)
@@ -168,11 +171,10 @@ def _is_rank_of_an_engine(engine_options: Sequence[str]) -> bool:
     return "external_launcher" in " ".join(engine_options)
 
 
-def _find_unbegun(items: Sequence[DatasetItem], store: Path, replica: Replica, plan: Plan) -> list[DatasetItem]:
-    """What other replicas will write to the same disk and have not begun with."""
+def _find_unbegun(store: Path, replica: Replica, plan: Plan) -> set[int]:
+    """The other replicas that have no folder yet: what is missing of their shares will take room on the same disk."""
     others = [Replica(index, replica.count, "") for index in range(replica.count) if index != replica.index]
-    unbegun = [other for other in others if not choose_folder(store, other, plan).exists()]
-    return [item for other in unbegun for item in plan.take(items, other.index)]
+    return {other.index for other in others if not choose_folder(store, other, plan).exists()}
 
 
 def check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num_layers: int) -> None:

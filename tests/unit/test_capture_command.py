@@ -162,6 +162,26 @@ def test_replicas_that_have_not_begun_need_the_disk_too(tmp_path: Path, monkeypa
         )
 
 
+def test_what_earlier_runs_hold_needs_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begun by two replicas and nearly done, then started again as four that have no folders yet."""
+    items = [make_item(f"i{i}", 2) for i in range(8)]
+    write_dataset(tmp_path / "data", items, {})
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    plan = share_out(items, 4)
+    missing = [next(item.key for item in plan.take(items, index)) for index in (0, 1, 2)]
+    for item in items:
+        if item.key not in missing:
+            make_store(tmp_path, model, name="store/replica-0-of-2-0123abcd", key=item.key)
+    (tmp_path / "store" / f"replica-2-of-4-{plan.digest}").mkdir()
+    checked: list[list[str]] = []
+    monkeypatch.setattr(capture, "_run", lambda *arguments: CaptureSummary(0, 0, 0, 0, 0.0))
+    monkeypatch.setattr(capture, "switch_on", lambda *arguments: None)
+    monkeypatch.setattr(capture, "check_disk", lambda store, items, *others: checked.append([i.key for i in items]))
+    capture_as(tmp_path, Replica(0, 4, "--replica 0/4"))
+    # Replica 2 has begun, and replica 3 has nothing left to do.
+    assert checked == [missing[:2]]
+
+
 def test_ranks_of_one_engine_are_no_replicas(tmp_path: Path) -> None:
     for options in (("--distributed-executor-backend", "external_launcher"), ("-dp=external_launcher",)):
         with pytest.raises(OverlayError, match=r"RANK=0 and WORLD_SIZE=2: with external_launcher .* one engine"):
