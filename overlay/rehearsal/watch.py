@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from vllm_overlay.capture.layers import count_layers, find_decoder_layers
+from vllm_overlay.capture.layers import bind, count_layers, find_decoder_layers, read_input, read_output
 from vllm_overlay.capture.taps import Taps
 
 
@@ -22,7 +22,8 @@ class Watch:
         self._taps = taps
         self._hidden_size = int(config.get_hidden_size())
         self._layers = find_decoder_layers(worker.get_model(), count_layers(config.hf_text_config))
-        self._received: dict[int, list[torch.Tensor]] = {}
+        self._received: dict[int, torch.Tensor] = {}
+        self._carries_residual = read_output(self._layers[-1]).residual is not None
         self._is_after_last = False
         for module in worker.get_model().modules():
             module.register_forward_pre_hook(self._look_behind_last, with_kwargs=True)
@@ -32,40 +33,28 @@ class Watch:
         worker.get_model().register_forward_hook(self._look_at_return)
 
     def _make_note(self, index: int) -> Any:
+        stream = read_input(self._layers[index])
+
         def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             try:
-                bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+                inspect.signature(layer.forward).bind(*args, **kwargs)
             except TypeError:
                 # Such a call is the layer's to refuse, in its own words, right after this.
                 return
-            self._received[index] = self._list_streams(bound.arguments)
+            hidden, residual = bind(stream, args, kwargs)
+            # A copy: kernels write into what they are given.
+            self._received[index] = self._rows_of(hidden.clone() if residual is None else hidden + residual)
 
         return note
-
-    def _list_streams(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
-        """What the stream may be among a layer's arguments: the first of the model's width, and it with `residual`."""
-        named: dict[str, Any] = {}
-        for name, value in arguments.items():
-            named |= value if isinstance(value, dict) else {name: value}
-        wide = {name: self._rows_of(value) for name, value in named.items() if self._is_wide(value)}
-        hidden = next((value for name, value in wide.items() if "residual" not in name), None)
-        residual = wide.get("residual")
-        if hidden is None:
-            return []
-        return [hidden.clone()] if residual is None else [hidden + residual, hidden.clone()]
 
     def _compare(self, layer: Any, args: Any, output: Any) -> None:
         """Called behind the last layer, when the step's rows are all in the buffer."""
         self._is_after_last = True
-        first = self._received.get(0, [])
-        if not first:
-            self._note_fault("the first layer received no tensor of the model's width")
-            return
-        for index, streams in self._received.items():
-            captured = self._column(index, len(first[0]))
-            if not any(stream.equal(captured) for stream in streams):
+        first = self._received[0]
+        for index, stream in self._received.items():
+            if not stream.equal(self._column(index, len(stream))):
                 self._note_fault(f"layer id {index} is not what layer {index + 1} receives")
-        rows = self._taps.buffer[: len(first[0])].float().cpu()  # [tokens, ids, hidden]
+        rows = self._taps.buffer[: len(first)].float().cpu()  # [tokens, ids, hidden]
         self.rows |= {digest(row) for row in rows}
 
     def _look_behind_last(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,18 +64,20 @@ class Watch:
         if not wide:
             return
         self._is_after_last = False
-        streams = [wide[0]] if len(wide) == 1 else [wide[0] + wide[1], wide[0]]
-        self._compare_last(streams, f"{type(module).__name__} receives behind the last layer")
+        is_sum = self._carries_residual and len(wide) > 1
+        self._compare_last(
+            wide[0] + wide[1] if is_sum else wide[0], f"{type(module).__name__} receives behind the last layer"
+        )
 
     def _look_at_return(self, model: Any, args: Any, output: Any) -> None:
         """A model that normalises with its logits returns what its last layer handed on."""
         if self._is_after_last:
             self._is_after_last = False
-            self._compare_last([output], "the model returns")
+            self._compare_last(output, "the model returns")
 
-    def _compare_last(self, streams: list[torch.Tensor], what: str) -> None:
+    def _compare_last(self, stream: torch.Tensor, what: str) -> None:
         last = len(self._layers)
-        if not any(stream.equal(self._column(last, len(stream))) for stream in streams):
+        if not stream.equal(self._column(last, len(stream))):
             self._note_fault(f"layer id {last} is not what {what}")
 
     def _note_fault(self, fault: str) -> None:
