@@ -99,6 +99,8 @@ class EngineReplica:
         actor = ray.get_runtime_context().get_actor_id()  # the same after a restart
         self._dataset = Dataset.open(plan.dataset)
         self._folder = Path(plan.store) / f"{REPLICA_PREFIX}ray-{actor}"
+        # Once: to read it for each batch takes longer the more there is, and the GPU waits.
+        self._done = find_done(find_stores(self._folder), list(self._dataset))
         self._llm = self._start_engine(plan)
 
     def _start_engine(self, plan: EnginePlan) -> LLM:
@@ -111,12 +113,12 @@ class EngineReplica:
         """`data`: numbers of items, int64 [items]. Answers with their tokens, and all rows' bytes in the first."""
         items = [self._dataset[int(number)] for number in batch["data"]]
         check_lengths(self._llm, items)
-        done = find_done(find_stores(self._folder), items)
-        missing = [item for item in items if item.key not in done]
+        missing = [item for item in items if item.key not in self._done]
         before = count_bytes(self._llm.collective_rpc("overlay_statistics"))
         if missing:
             capture_group(self._llm, missing)
         after = count_bytes(self._llm.collective_rpc("overlay_flush"))
+        self._done |= {item.key for item in missing}
         num_bytes = np.zeros(len(items), dtype=np.int64)
         num_bytes[0] = after - before
         return {"tokens": np.array([len(item.token_ids) for item in items], dtype=np.int64), "bytes": num_bytes}
