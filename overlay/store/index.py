@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,24 +77,18 @@ class Index:
         """
         index = cls(folder, "rwc")
         try:
-            index.execute("PRAGMA journal_mode=WAL")
             # FULL, not NORMAL: a commit must survive a power cut, and its sync is small beside the sync of its rows.
             index.execute("PRAGMA synchronous=FULL")
-            if not index.has_schema():
+            if index.has_schema():
+                index._refuse_other_rows(meta)
+            else:
                 index._create_schema(meta)
-            misfits = meta.misfits(index.read_meta())
-            version = index.version
-            if version < SCHEMA_VERSION:
-                raise StoreError(
-                    f"{folder} was written in version {version} of the store's schema, which this release reads and "
-                    f"adds nothing to (it writes version {SCHEMA_VERSION}): use another folder"
-                )
+            # Last, because it is written into the file: a store that refuses a writer stays as it is, and a new one
+            # has its tables in the file itself, where `lacks_tables` looks for them.
+            index.execute("PRAGMA journal_mode=WAL")
         except BaseException:
             index.close()
             raise
-        if misfits:
-            index.close()
-            raise StoreError(f"{folder} holds other rows than this writer's ({'; '.join(misfits)}): use another folder")
         return index
 
     @classmethod
@@ -136,6 +130,18 @@ class Index:
 
     def has_schema(self) -> bool:
         return bool(self.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"))
+
+    def _refuse_other_rows(self, meta: StoreMeta) -> None:
+        """Raises StoreError if a writer of such rows must not add to this index."""
+        folder = self.path.parent
+        misfits = meta.misfits(self.read_meta())
+        if self.version < SCHEMA_VERSION:
+            raise StoreError(
+                f"{folder} was written in version {self.version} of the store's schema, which this release reads and "
+                f"adds nothing to (it writes version {SCHEMA_VERSION}): use another folder"
+            )
+        if misfits:
+            raise StoreError(f"{folder} holds other rows than this writer's ({'; '.join(misfits)}): use another folder")
 
     def _create_schema(self, meta: StoreMeta) -> None:
         with self.transaction():
@@ -217,6 +223,21 @@ class Index:
             yield
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: {error}") from error
+
+
+def lacks_tables(folder: Path) -> bool:
+    """Whether the index in `folder` is a file without tables: what a writer leaves that dies as it makes one, and what
+    others see for a moment at each start.
+
+    Looks at the file and takes no lock (https://www.sqlite.org/uri.html, "immutable"): another machine may be writing
+    the store, and SQLite's locks are those of one machine. Raises StoreError if the file is no database.
+    """
+    log = folder / f"{INDEX_FILE}-wal"
+    with naming_path("read", log), suppress(FileNotFoundError):
+        if log.stat().st_size:  # then something was committed, and the tables may be there
+            return False
+    with closing(Index(folder, "ro&immutable=1")) as index:
+        return not index.has_schema()
 
 
 def prepare_folder(folder: Path) -> None:

@@ -9,6 +9,8 @@ replica's store is written by one machine at a time, and read by others when it 
 
 from __future__ import annotations
 
+import functools
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,17 +18,36 @@ from pathlib import Path
 from typing import Any
 
 from vllm_overlay.store.errors import StoreError, naming_path
-from vllm_overlay.store.index import INDEX_FILE, Index
+from vllm_overlay.store.index import INDEX_FILE, Index, lacks_tables
 from vllm_overlay.store.reader import Damage, Record, Store
+
+logger = logging.getLogger("vllm_overlay.store")
 
 REPLICA_PREFIX = "replica-"
 
 
 def find_stores(folder: Path) -> list[Path]:
-    """The stores in a folder: itself if it is one, then its replicas', by name. None if there is no such folder."""
+    """The stores in a folder: itself if it is one, then its replicas', by name. None if there is no such folder.
+
+    One whose writer has not come to its tables, or died before, is passed over with a warning: it has no records, and
+    its next writer goes on with it. Raises StoreError if an index is no database.
+    """
     with naming_path("read", folder):
         found = [folder, *sorted(folder.glob(f"{REPLICA_PREFIX}*"))]
-    return [path for path in found if (path / INDEX_FILE).is_file()]
+        begun = [path for path in found if (path / INDEX_FILE).is_file()]
+    stores = []
+    for path in begun:
+        if lacks_tables(path):
+            _warn_of_no_tables(path)
+        else:
+            stores.append(path)
+    return stores
+
+
+@functools.cache
+def _warn_of_no_tables(path: Path) -> None:
+    """Once for each: a store is looked for several times in one run."""
+    logger.warning("%s holds no records: its %s has no tables yet; passed over", path, INDEX_FILE)
 
 
 class JoinedStore(Store):

@@ -224,6 +224,20 @@ def test_newer_schema_is_refused_with_both_versions(store_path, meta) -> None:
         StoreWriter.open(store_path, meta)
 
 
+@pytest.mark.parametrize("version", [2, 3, 7])
+def test_a_refused_writer_leaves_the_index_as_it_is(version: int, store_path, meta, make_meta) -> None:
+    """A store put aside as finished is one plain file, which a read-only mount needs, and stays it."""
+    StoreWriter.open(store_path, meta).close()
+    with sqlite3.connect(store_path / "index.sqlite") as connection:
+        connection.execute("UPDATE meta SET schema_version = ?", (version,))
+    connection.close()
+    before = (store_path / "index.sqlite").read_bytes()
+    assert before[18:20] == b"\x01\x01"  # https://www.sqlite.org/fileformat2.html: a journal, no write-ahead log
+    with pytest.raises(StoreError):
+        StoreWriter.open(store_path, make_meta(model_fingerprint="beef"))
+    assert (store_path / "index.sqlite").read_bytes() == before
+
+
 def test_index_whose_writer_died_in_a_transaction_is_read_as_before_it(
     tmp_path, store_path, meta, make_rows, make_record
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,48 @@ def test_a_folder_without_any_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "replica-0-of-2").mkdir()
     with pytest.raises(StoreError, match="is not a store"):
         Store.open(tmp_path)
+
+
+def test_a_replica_that_died_before_its_tables_is_passed_over(
+    folder: Path, make_meta: MakeMeta, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the making of its index and that of the tables in it, or for a moment at each start."""
+    (folder / "replica-dead" / "shards").mkdir(parents=True)
+    (folder / "replica-dead" / "index.sqlite").touch()
+    assert [path.name for path in find_stores(folder)] == ["store", "replica-0-of-2", "replica-1-of-2"]
+    with Store.open(folder) as store:
+        assert len(store) == 6
+    assert len(caplog.messages) == 1
+    assert "replica-dead holds no records: its index.sqlite has no tables yet" in caplog.text
+    StoreWriter.open(folder / "replica-dead", make_meta()).close()
+    assert len(find_stores(folder)) == 4
+
+
+def test_a_store_that_died_before_its_tables_is_opened_by_the_next_writer(
+    store_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    store_path.mkdir()
+    (store_path / "index.sqlite").touch()
+    assert find_stores(store_path) == []
+    with StoreWriter.open(store_path, make_meta()) as writer:
+        writer.append(make_rows(1))
+        writer.commit([make_record("a", [0])])
+        assert find_stores(store_path) == [store_path]
+    assert find_stores(store_path) == [store_path]
+
+
+def test_looking_for_stores_leaves_the_files_of_a_live_writer_alone(store_path: Path, make_meta: MakeMeta) -> None:
+    """It may be another machine's: a connection to its write-ahead log would remove it when it closes."""
+    replica = store_path / "replica-elsewhere"
+    with StoreWriter.open(store_path, make_meta()):
+        shutil.copytree(store_path, replica)  # where nobody holds SQLite's locks
+    (replica / "index.sqlite-wal").write_bytes(b"")
+    before = {path.name: path.read_bytes() for path in replica.glob("index.*")}
+    assert find_stores(store_path) == [store_path, replica]
+    assert {path.name: path.read_bytes() for path in replica.glob("index.*")} == before
+
+
+def test_an_index_that_is_no_database_is_not_passed_over(folder: Path) -> None:
+    (folder / "replica-0-of-2" / "index.sqlite").write_text("x" * 5000)
+    with pytest.raises(StoreError, match=r"replica-0-of-2/index.sqlite: file is not a database"):
+        Store.open(folder)
