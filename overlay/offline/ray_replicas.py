@@ -4,8 +4,8 @@
 its engine stage gives every replica the same environment, and thus the same store, which replicas on several machines
 must not share; and each Ray release names one vLLM release that it goes with (Ray 2.60 pins 0.29.0).
 
-Ray starts a lost actor again and gives it the batch anew. It has its old name then, so it finds its old store and
-computes only what is missing there.
+Ray starts a lost actor again and gives it the batch anew. It has its old name then, so it finds its old stores, one for
+each node that it was on, and computes only what is missing there.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ class EngineReplica:
     def __init__(self, plan: EnginePlan) -> None:
         import ray
 
-        actor = ray.get_runtime_context().get_actor_id()  # the same after a restart
+        context = ray.get_runtime_context()
+        actor = f"{REPLICA_PREFIX}ray-{context.get_actor_id()}"  # the same after a restart, also on another node
+        mine = [path for path in find_stores(Path(plan.store)) if path.name.startswith(actor)]
         self._dataset = Dataset.open(plan.dataset)
-        self._folder = Path(plan.store) / f"{REPLICA_PREFIX}ray-{actor}"
-        # Once: to read it for each batch takes longer the more there is, and the GPU waits.
-        self._done = find_done(find_stores(self._folder), list(self._dataset))
+        # Once: to read them for each batch takes longer the more there is, and the GPU waits.
+        self._done = find_done(mine, list(self._dataset))
+        # A node that Ray gave up may be cut off and not dead, its engine still writing: it keeps its folder for itself.
+        self._folder = Path(plan.store) / f"{actor}-{context.get_node_id()}"
         self._llm = self._start_engine(plan)
 
     def _start_engine(self, plan: EnginePlan) -> LLM:

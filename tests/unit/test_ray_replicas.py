@@ -14,7 +14,7 @@ import torch
 from vllm_overlay.dataset import DatasetItem, write_dataset
 from vllm_overlay.offline import capture, ray_replicas
 from vllm_overlay.offline.ray_replicas import EnginePlan, EngineReplica
-from vllm_overlay.store import PendingRecord, Store, StoreMeta, StoreWriter
+from vllm_overlay.store import PendingRecord, Store, StoreMeta, StoreWriter, find_stores
 
 META = StoreMeta((1,), 4, "float32", 2, "toy", "0123", "0.16.0", "V1")
 
@@ -73,4 +73,17 @@ def test_a_replica_reads_its_store_once_and_not_for_each_batch(
     for batch in ([0, 1, 2], [3], [3, 4]):  # Ray gives a batch anew if its answer was lost
         again({"data": np.array(batch)})
     assert opened == []
+    assert read_tags(plan) == ["i0", "i1", "i2", "i3", "i4"]
+
+
+def test_a_replica_that_is_started_again_on_another_node_leaves_the_old_folder_alone(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that Ray lost may still write: an index is written by one machine at a time."""
+    start(plan, monkeypatch, actor="a0", node="n0")({"data": np.array([0, 1])})
+    start(plan, monkeypatch, actor="a0", node="n1")({"data": np.array([0, 1, 2])})
+    start(plan, monkeypatch, actor="a1", node="n1")({"data": np.array([3])})
+    start(plan, monkeypatch, actor="a0", node="n0")({"data": np.array([2, 4])})
+    held = {path.name: len(Store(path)) for path in find_stores(Path(plan.store))}
+    assert held == {"replica-ray-a0-n0": 3, "replica-ray-a0-n1": 1, "replica-ray-a1-n1": 1}
     assert read_tags(plan) == ["i0", "i1", "i2", "i3", "i4"]
