@@ -73,8 +73,10 @@ def _write_files(args: argparse.Namespace) -> int:
 
 
 def _make_store(args: argparse.Namespace) -> int:
+    from vllm_overlay.store.new_folder import refuse_nested
     from vllm_overlay.store.record_files import find_record_files, read_loss_masks, read_record_file, write_store
 
+    refuse_nested(args.output, [args.source])
     files = find_record_files(args.source, args.from_)
     meta = _find_meta(args, read_record_file(files[0]))
     masks = read_loss_masks(args.source, files) if args.from_ == "speculators" else None

@@ -26,10 +26,10 @@ from vllm_overlay.store.extents import HOLE, Extents, find_extents, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.log import SHARDS_FOLDER, ShardRows, name_shard
 from vllm_overlay.store.meta import StoreMeta
-from vllm_overlay.store.new_folder import new_folder
+from vllm_overlay.store.new_folder import new_folder, refuse_nested
 from vllm_overlay.store.parts import RECORD_COLUMNS
 from vllm_overlay.store.reader import Store
-from vllm_overlay.store.shard import Shard, sync_folder
+from vllm_overlay.store.shard import Shard, read_data_start, sync_folder
 
 OLDEST_SCHEMA = 2  # before it, checksums go over other bytes
 CHUNK_BYTES = 16 << 20
@@ -94,8 +94,9 @@ def copy_records(stores: Sequence[Store], folder: Path, choice: Choice, progress
     """Make a store of the chosen records, in their order, in a new folder.
 
     Raises StoreError if the stores hold rows of different kinds or are too old, no record is chosen, the folder is in
-    use, or something cannot be read or written.
+    use or lies in one of the stores, or something cannot be read or written, such as a shard that is cut short.
     """
+    refuse_nested(folder, [store.path for store in stores])
     members = [member for store in stores for member in store.members]
     _refuse_misfits(members)
     chosen = _choose(members, choice)
@@ -149,8 +150,9 @@ def _plan_logs(member: Store, records: Sequence[int], first_new: int) -> list[Lo
 
 def _plan_log(member: Store, old: int, new: int, extents: Sequence[Extents], everything: bool) -> LogCopy:
     """With everything of a member, rows in no record are kept as well: then no file of it need be written again."""
-    shards = member.index.read_shards(old)
+    # First: a writer that closes between the two shortens its shards, and they are copied then, not shared.
     is_closed = member.index.execute("SELECT closed IS NOT NULL FROM logs WHERE id = ?", (old,)) == [(1,)]
+    shards = member.index.read_shards(old)
     kept = np.full(sum(shard.rows for shard in shards), everything and is_closed)
     for start, count in (pair for each in extents for pair in each.tolist()):
         if start != HOLE:
@@ -176,6 +178,7 @@ def _copy_shard(shard: ShardCopy, folder: Path) -> bool:
     if not shard.may_share or not shard.kept.all():
         _write_rows(shard, target)
         return False
+    _refuse_short(shard)
     with naming_path("copy", shard.source):
         try:
             os.link(shard.source, target)
@@ -183,6 +186,17 @@ def _copy_shard(shard: ShardCopy, folder: Path) -> bool:
             shutil.copyfile(shard.source, target)
             return False
     return True
+
+
+def _refuse_short(shard: ShardCopy) -> None:
+    """A file that is shared is not read: whether it has all of its rows shows in its size alone."""
+    with naming_path("open", shard.source), shard.source.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        needed = read_data_start(file.fileno(), shard.source) + len(shard.kept) * shard.meta.row_bytes
+    if size < needed:
+        raise StoreError(
+            f"{shard.source} is cut short: its records need {needed} bytes; `vllm-overlay inspect --verify` names them"
+        )
 
 
 def _write_rows(shard: ShardCopy, target: Path) -> None:

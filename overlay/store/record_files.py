@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.meta import StoreMeta
-from vllm_overlay.store.new_folder import new_folder
+from vllm_overlay.store.new_folder import new_folder, refuse_nested
 from vllm_overlay.store.reader import Record, Store
 from vllm_overlay.store.writer import PendingRecord, StoreWriter
 
@@ -99,6 +99,7 @@ def write_record_files(store: Store, folder: Path, layout: str, meaning: str, pr
     Raises StoreError if the folder is in use or cannot be written, if a record cannot be read, or if speculators'
     layout is asked for and the store has no last state.
     """
+    refuse_nested(folder, [store.path])
     columns = _order_columns(store, layout)
     layer_ids = from_ours([store.layer_ids[column] for column in columns], meaning)
     numbers = store.complete_numbers()

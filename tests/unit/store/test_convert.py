@@ -270,6 +270,12 @@ def test_a_folder_in_use_is_refused_and_an_error_leaves_nothing(
     assert main(["convert", str(store), "-o", str(used), "--to", "vllm"]) == 1
     assert f"{used} is there and not an empty folder" in capsys.readouterr().err
 
+    inside = store / "replica-x"
+    assert main(["convert", str(store), "-o", str(inside), "--to", "vllm"]) == 1
+    assert f"{inside} would lie within {store}, which it is made from" in capsys.readouterr().err
+    assert main(["convert", str(used), "-o", str(used / "store"), "--from", "vllm"]) == 1
+    assert f"{used / 'store'} would lie within {used}" in capsys.readouterr().err
+
     def break_off(items: Iterable[Any], _: int) -> Iterable[Any]:
         yield next(iter(items))
         raise KeyboardInterrupt

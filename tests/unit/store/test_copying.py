@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tests.unit.store.conftest import MakeMeta, MakeRecord, MakeRows
 from vllm_overlay.cli import main
 from vllm_overlay.store import Part, Record, Store, StoreMeta, StoreWriter, summarize
+from vllm_overlay.store.index import Index
 
 Fill = Callable[..., Path]
 
@@ -145,6 +146,29 @@ def test_a_log_that_is_being_written_is_copied(
         assert not list_inodes(tmp_path / "copy") & list_inodes(tmp_path / "growing")
 
 
+def test_a_log_that_is_closed_while_it_is_read_is_copied(
+    tmp_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is shortened then: it has fewer rows than the index said a moment ago."""
+    writer = StoreWriter.open(tmp_path / "closing", meta, rows_per_shard=8)
+    writer.append(make_rows(4))
+    writer.commit([make_record("a", range(4))])
+    read_shards = Index.read_shards
+
+    def read_and_close(self: Index, log: int) -> Any:
+        shards = read_shards(self, log)
+        writer.close()
+        return shards
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "read_shards", read_and_close)
+        assert main(["copy", str(tmp_path / "closing"), "-o", str(tmp_path / "copy")]) == 0
+    assert read(tmp_path / "copy") == read(tmp_path / "closing")
+    assert not list_inodes(tmp_path / "copy") & list_inodes(tmp_path / "closing")
+    with Store.open(tmp_path / "copy") as store:
+        assert summarize(store).rows_stored == 4
+
+
 def test_records_of_pipeline_stages(
     tmp_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord
 ) -> None:
@@ -197,7 +221,21 @@ def test_what_cannot_be_copied_is_refused_and_leaves_nothing(
     assert "none of the 5 records is chosen" in capsys.readouterr().err
     assert main(["copy", str(one), "-o", str(one)]) == 1
     assert f"{one} is there and not an empty folder" in capsys.readouterr().err
-    (one / "shards" / "0001-00001.safetensors").unlink()
+    (tmp_path / "link").symlink_to(one)
+    for inside in (one / "replica-x", one / "deep" / "replica-x", tmp_path / "link" / "replica-x"):
+        assert main(["copy", str(one), "-o", str(inside)]) == 1
+        assert f"{inside} would lie within {one}, which it is made from" in capsys.readouterr().err
+    assert main(["copy", str(one), "-o", str(tmp_path)]) == 1
+    assert f"{tmp_path} is there and not an empty folder" in capsys.readouterr().err
+    (tmp_path / "link").unlink()
+    shard = one / "shards" / "0001-00001.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert main(["copy", str(one), "-o", str(tmp_path / "new")]) == 1
+    assert f"{shard} is cut short: its records need {shard.stat().st_size + 1} bytes" in capsys.readouterr().err
+    os.truncate(shard, 600)
+    assert main(["copy", str(one), "-o", str(tmp_path / "new")]) == 1
+    assert f"{shard} is cut short" in capsys.readouterr().err
+    shard.unlink()
     assert main(["copy", str(one), "-o", str(tmp_path / "new")]) == 1
     assert "0001-00001.safetensors: No such file or directory" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
