@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vllm_overlay.shared_folder import find_folder
@@ -50,7 +51,7 @@ class CountsFile:
         """Write the counts. A folder that cannot be written to is logged, once: capture goes on without it."""
         if self._path is None or counts == self._written:
             return
-        draft = self._path.with_name(f".{self._path.name}")
+        draft = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(exist_ok=True)
             draft.write_text(json.dumps(counts), encoding="utf-8")
@@ -64,11 +65,12 @@ class CountsFile:
 def read_counts() -> dict[str, dict[str, int]]:
     """The counts of this run's workers, by log."""
     folder = find_folder()
-    files = sorted((folder / _FOLDER).glob("*.json")) if folder else []
-    try:
-        return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    except FileNotFoundError:
-        return {}  # the run has just ended, and its folder goes
+    counts = {}
+    for file in sorted((folder / _FOLDER).glob("*.json")) if folder else []:
+        # When a run ends its folder goes, file by file.
+        with suppress(FileNotFoundError):
+            counts[file.stem] = json.loads(file.read_text(encoding="utf-8"))
+    return counts
 
 
 class CountsCollector:

@@ -181,10 +181,11 @@ class StoreWriter:
             self._closed = True
             # A log that lost rows stays as after a crash, for the next writer to take over.
             try:
+                # First: an append that a signal interrupted has left writes to files that are closed next.
+                self._lanes.stop()
                 if self._lost is None:
                     self._finish()
             finally:
-                self._lanes.stop()
                 self._rows.release()
                 self._index.close()
 

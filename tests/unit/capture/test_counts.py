@@ -69,6 +69,27 @@ def test_the_file_holds_what_was_written_last_and_is_left_alone_while_nothing_ch
     assert read_counts() == {}
 
 
+def test_a_scrape_sees_no_file_that_is_being_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rename", lambda draft, target: draft)
+    CountsFile(1).write(ONE)
+    assert [file.name for file in (folder / "counts").iterdir()] == ["1.new"]
+    assert read_counts() == {}
+
+
+def test_a_file_that_goes_during_a_scrape_takes_no_other_along(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CountsFile(1).write(ONE)
+    CountsFile(12).write(TEN)
+    read_text = Path.read_text
+
+    def read_or_miss(file: Path, **options: Any) -> str:
+        if file.name == "1.json":
+            file.unlink()
+        return read_text(file, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_or_miss)
+    assert read_counts() == {"12": TEN}
+
+
 def test_every_metric_says_what_it_counts_while_no_worker_has_captured(folder: Path) -> None:
     families = list(CountsCollector().collect())
     assert [family.samples for family in families] == [[]] * len(COUNTS)

@@ -112,3 +112,13 @@ def test_long_logs_keep_few_files_open(store_path, meta, make_rows, make_record,
         states = Store.open(store_path)[0].hidden_states
         assert torch.equal(states, rows)
         assert open_shards() == 0
+
+
+def test_nothing_is_being_written_when_a_close_begins_to_finish_the_log(store_path, meta, monkeypatch) -> None:
+    """An append that a signal interrupted has left writes behind, to files that are then closed."""
+    writer = StoreWriter.open(store_path, meta)
+    threads, finish = list(writer._lanes._threads), writer._rows.finish
+    alive = []
+    monkeypatch.setattr(writer._rows, "finish", lambda: alive.extend(t for t in threads if t.is_alive()) or finish())
+    writer.close()
+    assert threads and alive == []
