@@ -91,17 +91,24 @@ def _list_left_out(
 
 def _describe_outcome(outcome: Outcome, plan: RehearsalPlan, asked: str, seconds: float) -> Line:
     expected = "a small model that runs, and is captured as it computes"
+    weights = (
+        f"; weights as transformers saves them do not load: {outcome.weights_failed}" if outcome.weights_failed else ""
+    )
     if outcome.verdict == "died":
-        found = f"died while {outcome.stage}: {outcome.reason}"
+        found = f"died while {outcome.stage}: {outcome.reason}{weights}"
         return Line(_SUBJECT, "fails", expected, found, _advise(outcome, plan, seconds), outcome.details)
     if outcome.verdict == "wrong":
-        return Line(_SUBJECT, "fails", expected, outcome.reason, "capture takes the wrong states of it: report this")
+        advice = "capture takes the wrong states of it: report this"
+        return Line(_SUBJECT, "fails", expected, f"{outcome.reason}{weights}", advice, outcome.details)
     ranks = outcome.ranks or plan.tensor_parallel_size
     ran = f"{outcome.model_class} in {plan.dtype}, {ranks} rank{'s' if ranks > 1 else ''}, {outcome.records} records"
     if outcome.verdict == "equal":
         return Line(_SUBJECT, "ok", expected, f"{ran} with {outcome.rows} rows equal to transformers'; {asked}")
     alike = "each layer's states are what the next one takes, bit for bit"
     found = f"{ran} with {outcome.rows} rows; {alike}; {asked}; not compared with transformers: {outcome.reason}"
+    if outcome.weights_failed:
+        advice = "see whether its load_weights takes the names of the published weights: else the real load dies so"
+        return Line(_SUBJECT, "warning", expected, f"{found}{weights}", advice, outcome.details)
     if outcome.difference is None:
         return Line(_SUBJECT, "ok", expected, found)
     found = f"{ran} with {outcome.rows} rows; {alike}; {asked}; {outcome.reason}"

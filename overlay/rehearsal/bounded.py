@@ -47,11 +47,9 @@ def run_bounded(
     outcome = _run_once(small, plan, layer_ids, until, code)
     if outcome.verdict != "died" or not outcome.in_weights or not plan.from_transformers:
         return outcome
-    # Weights as transformers names them, which this vLLM does not load, say nothing of the model's published ones.
+    # The published weights may be named otherwise than transformers names them: the rest is seen with others.
     again = _run_once(small, replace(plan, from_transformers=False), layer_ids, until, code)
-    if again.verdict == "died":
-        return again
-    return replace(again, reason=f"{again.reason}; weights as transformers saves them do not load: {outcome.reason}")
+    return replace(again, details=again.details or outcome.details, weights_failed=outcome.reason)
 
 
 def _run_once(small: Small, plan: RehearsalPlan, layer_ids: Sequence[int], until: float, code: Path | None) -> Outcome:

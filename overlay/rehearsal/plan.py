@@ -37,7 +37,8 @@ class RehearsalPlan:
 @dataclass(frozen=True)
 class Outcome:
     """What came of it. `reason` is one line: what it died of or what is wrong, or how far transformers' states are;
-    `details` is the whole error. `stage` is what was being done last. `ranks` is 0 where it did not come so far."""
+    `details` is the whole error. `stage` is what was being done last. `ranks` is 0 where it did not come so far.
+    `weights_failed` is what loading the weights that transformers saves died of, where others were taken then."""
 
     verdict: Verdict
     reason: str = ""
@@ -49,6 +50,7 @@ class Outcome:
     rows: int = 0
     difference: float | None = None
     in_weights: bool = False
+    weights_failed: str = ""
     timed_out: bool = False
     ranks: int = 0
 

@@ -87,13 +87,16 @@ def test_a_model_that_dies(answer: Answer, write_config: WriteConfig) -> None:
         (Outcome("died", "ValueError", "please set `trust_remote_code=True`"), "fails", "--trust-remote-code"),
         (Outcome("consistent", "this transformers has no class for it"), "ok", ""),
         (Outcome("consistent", "0.2 away", difference=0.2), "warning", "another model"),
+        (Outcome("consistent", "vLLM's own", weights_failed="KeyError: 'odd.weight'"), "warning", "load_weights"),
+        (Outcome("died", "no end in time", weights_failed="KeyError: 'odd.weight'"), "fails", "real run"),
     ],
-    ids=["wrong", "hangs", "remote code", "consistent", "away"],
+    ids=["wrong", "hangs", "remote code", "consistent", "away", "weights", "both"],
 )
 def test_verdicts(outcome: Outcome, verdict: str, text: str, answer: Answer, write_config: WriteConfig) -> None:
     answer(outcome)
     line = lines_of(write_config(LLAMA))["rehearsal"]
     assert line.verdict == verdict
+    assert outcome.weights_failed in line.found
     assert text in line.advice
 
 

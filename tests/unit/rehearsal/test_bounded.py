@@ -114,21 +114,32 @@ json.dump({"verdict": "equal", "reason": json.dumps(facts)}, open(folder + "/out
     }
 
 
-def test_weights_of_transformers_that_do_not_load_are_not_the_models_fault(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_transformers_that_do_not_load_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = """
 import json, sys
 folder = sys.argv[3]
 if json.load(open(folder + "/plan.json"))["from_transformers"]:
-    outcome = {"verdict": "died", "reason": "KeyError: 'odd.weight'", "in_weights": True}
+    outcome = {"verdict": "died", "reason": "KeyError: 'odd.weight'", "details": "whole", "in_weights": True}
 else:
     outcome = {"verdict": "consistent", "reason": "vLLM's own random weights"}
 json.dump(outcome, open(folder + "/outcome.json", "w"))
 """
     replace_python(monkeypatch, folder, answers)
     outcome = run()
-    assert outcome.verdict == "consistent"
-    assert outcome.reason == (
-        "vLLM's own random weights; weights as transformers saves them do not load: KeyError: 'odd.weight'"
-    )
+    assert (outcome.verdict, outcome.reason) == ("consistent", "vLLM's own random weights")
+    assert (outcome.weights_failed, outcome.details) == ("KeyError: 'odd.weight'", "whole")
+
+
+def test_of_two_deaths_both_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = """
+import json, sys
+folder = sys.argv[3]
+if not json.load(open(folder + "/plan.json"))["from_transformers"]:
+    sys.exit(3)
+outcome = {"verdict": "died", "reason": "KeyError: 'odd.weight'", "in_weights": True}
+json.dump(outcome, open(folder + "/outcome.json", "w"))
+"""
+    replace_python(monkeypatch, folder, answers)
+    outcome = run()
+    assert (outcome.verdict, outcome.reason) == ("died", "the process ended with status 3")
+    assert outcome.weights_failed == "KeyError: 'odd.weight'"
