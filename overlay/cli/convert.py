@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.model_shape import LAYERS, find_config, find_text_config, read_config, read_size
 
 if TYPE_CHECKING:
     from vllm_overlay.store import StoreMeta
@@ -29,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", choices=LAYOUTS, help="write the store's complete records as files of this layout")
-    way.add_argument("--from", dest="from_", choices=LAYOUTS, help="make a store of the files of this layout")
+    way.add_argument(
+        "--from",
+        dest="from_",
+        choices=LAYOUTS,
+        help="make a store of the files of this layout; of files of others without a loss mask every token counts in "
+        "the loss, because they do not say where the prompt ends",
+    )
     parser.add_argument(
         "--ids",
         choices=ID_MEANINGS,
@@ -68,7 +76,12 @@ def _write_files(args: argparse.Namespace) -> int:
         raise OverlayError("--layers and --model go with --from: a store says which layers it holds, and of what")
     with Store.open(args.source) as store:
         done = write_record_files(store, args.output, args.to, args.ids, show_progress)
-    print(f"{done.records:,} records written to {args.output}, {done.left_out:,} incomplete ones left out")
+    print(f"{done.records:,} records written to {args.output}, {done.incomplete:,} incomplete ones left out")
+    if done.windows:
+        print(
+            f"{done.windows:,} records left out that begin after position 0 of their requests: speculators would train "
+            f"them from position 0"
+        )
     return 0
 
 
@@ -82,6 +95,11 @@ def _make_store(args: argparse.Namespace) -> int:
     masks = read_loss_masks(args.source, files) if args.from_ == "speculators" else None
     done = write_store(files, args.output, meta, masks, show_progress)
     print(f"{done.records:,} records in {args.output}, layers {', '.join(map(str, meta.layer_ids))}")
+    if done.without_prompt:
+        print(
+            f"{done.without_prompt:,} of the files have no loss mask and do not say where the prompt ends: all of "
+            f"their tokens count in the loss"
+        )
     return 0
 
 
@@ -91,10 +109,11 @@ def _find_meta(args: argparse.Namespace, first: RecordFile) -> StoreMeta:
     from vllm_overlay.store.record_files import find_layer_ids
 
     layer_ids = find_layer_ids(first, args.layers, args.ids)
-    facts = first.facts.get("store")
     if args.model is not None:
         facts = _read_model(args.model)
-    if facts is None:
+    elif first.store_meta is not None:
+        facts = asdict(first.store_meta)
+    else:
         raise OverlayError(f"{first.path} does not say whose states it holds: name the target's folder with --model")
     shown = {
         "layer_ids": layer_ids,
@@ -105,20 +124,19 @@ def _find_meta(args: argparse.Namespace, first: RecordFile) -> StoreMeta:
 
 
 def _read_model(model: Path) -> dict[str, Any]:
-    import json
-
     from vllm_overlay.fingerprint import fingerprint_model
 
+    file = find_config(model)
+    layers = read_size(find_text_config(read_config(file))[1], LAYERS)
+    if layers is None:
+        raise OverlayError(f"{file} has no {LAYERS[0]!r}: cannot tell how many layers the target has")
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config", config)
-        layers = text["num_hidden_layers"]
-        fingerprint = fingerprint_model(str(model), {})
-    except (OSError, ValueError, KeyError) as error:
-        raise OverlayError(f"cannot read {model / 'config.json'}: {error}") from error
+        fingerprint = fingerprint_model(str(file.parent), {})
+    except OSError as error:
+        raise OverlayError(f"cannot read the weights in {file.parent}: {error}") from error
     return {
         "num_hidden_layers": layers,
-        "model": str(model),
+        "model": str(file.parent),
         "model_fingerprint": fingerprint,
         "vllm_version": "unknown",
         "runner": "unknown",

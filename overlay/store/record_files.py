@@ -55,29 +55,48 @@ Metadata = dict[str, str]
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
+# Of a record, in the metadata of files of ours.
+FACT_TYPES: dict[str, type | tuple[type, ...]] = {
+    "request_id": str,
+    "num_prompt_tokens": int,
+    "finish_reason": str,
+    "tag": (str, type(None)),
+    "first_position": int,
+}
+
+
 @dataclass(frozen=True)
-class Converted:
-    """Records that were written, and incomplete ones that were left out."""
+class Written:
+    """Records that were written as files; those left out because they are incomplete, or windows of their requests."""
 
     records: int
-    left_out: int
+    incomplete: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """Files that became records; those of them that say nothing of a prompt, so that the loss mask has every token."""
+
+    records: int
+    without_prompt: int
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """One file, read. token_ids: int64 [T]. hidden_states: [T, layers, hidden]. metadata: the file's, or empty."""
+    """One file, read. token_ids: int64 [T]. hidden_states: [T, layers, hidden]. loss_mask: [T], or None.
+
+    layer_ids: as a store has them, None if the file does not say. Only files of ours have the last two: store_meta is
+    that of the store which the file was made from, facts are the record's own (FACT_TYPES).
+    """
 
     path: Path
     token_ids: torch.Tensor
     hidden_states: torch.Tensor
     loss_mask: torch.Tensor | None
-    metadata: Metadata
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What only files of ours say: the store's meta and the record's own facts."""
-        facts: dict[str, Any] = json.loads(self.metadata.get("vllm_overlay", "{}"))
-        return facts
+    layer_ids: tuple[int, ...] | None
+    store_meta: StoreMeta | None
+    facts: dict[str, Any]
 
 
 def to_ours(layer_ids: Sequence[int], meaning: str) -> tuple[int, ...]:
@@ -93,49 +112,63 @@ def from_ours(layer_ids: Sequence[int], meaning: str) -> tuple[int, ...]:
     return shifted
 
 
-def write_record_files(store: Store, folder: Path, layout: str, meaning: str, progress: Progress) -> Converted:
-    """Write the complete records of a store as files, into a new folder.
+def write_record_files(store: Store, folder: Path, layout: str, meaning: str, progress: Progress) -> Written:
+    """Write the complete records of a store as files, into a new folder; for speculators not those that are windows.
 
-    Raises StoreError if the folder is in use or cannot be written, if a record cannot be read, or if speculators'
-    layout is asked for and the store has no last state.
+    Raises StoreError if the folder is in use or cannot be written, if there is no such record or one cannot be read, or
+    if speculators' layout is asked for and the store has no last state.
     """
     refuse_nested(folder, [store.path])
     columns = _order_columns(store, layout)
     layer_ids = from_ours([store.layer_ids[column] for column in columns], meaning)
-    numbers = store.complete_numbers()
+    total, numbers = len(store), store.complete_numbers()
+    if not numbers:
+        raise StoreError(f"none of the {total} records of {store.path} is complete: there is nothing to convert")
     records = (store[number] for number in progress(numbers, len(numbers)))
     described = ((record, _describe(store, record, layer_ids, meaning)) for record in records)
     fill = _fill_for_speculators if layout == "speculators" else _fill_for_vllm
     with new_folder(folder) as unfinished:
-        fill(unfinished, described, columns)
-    return Converted(len(numbers), len(store) - len(numbers))
+        written = fill(unfinished, described, columns)
+        if not written:
+            raise StoreError(
+                f"all complete records of {store.path} begin after position 0 of their requests, and speculators would "
+                f"train them from position 0: convert to vllm"
+            )
+    return Written(written, total - len(numbers), len(numbers) - written)
 
 
-def _fill_for_vllm(folder: Path, records: Iterable[tuple[Record, Metadata]], columns: Sequence[int]) -> None:
+def _fill_for_vllm(folder: Path, records: Iterable[tuple[Record, Metadata]], columns: Sequence[int]) -> int:
+    """Returns the number of files."""
     used: Counter[str] = Counter()
     for record, metadata in records:
         path = folder / f"{_name_file(record.request_id, used)}.safetensors"
         _write_file(path, record, columns, metadata)
         with naming_path("create", path):
             path.with_name(path.name + ".lock").touch()
+    return used.total()
 
 
-def _fill_for_speculators(folder: Path, records: Iterable[tuple[Record, Metadata]], columns: Sequence[int]) -> None:
+def _fill_for_speculators(folder: Path, records: Iterable[tuple[Record, Metadata]], columns: Sequence[int]) -> int:
+    """Returns the number of files, one for each record that begins at position 0: their reader counts from there."""
     datasets = _import_datasets(folder)
     states = folder / SPECULATORS_STATES
     with naming_path("create", states):
         states.mkdir()
     rows: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-    for place, (record, metadata) in enumerate(records):
+    whole = (pair for pair in records if pair[0].first_position == 0)
+    for place, (record, metadata) in enumerate(whole):
         _write_file(states / f"hs_{place}.safetensors", record, columns, metadata)
         rows["input_ids"].append(record.token_ids.numpy())
         rows["loss_mask"].append(_find_loss_mask(record).numpy().astype(np.int64))
         rows["seq_len"].append(len(record.token_ids))
+    if not rows["seq_len"]:
+        return 0
     datasets.disable_progress_bars()
     dataset = datasets.Dataset.from_dict(rows)
     dataset.set_format("torch")
     with naming_path("write", folder):
         dataset.save_to_disk(folder)
+    return len(rows["seq_len"])
 
 
 def _import_datasets(folder: Path) -> Any:
@@ -228,7 +261,7 @@ def find_record_files(folder: Path, layout: str) -> list[Path]:
 
 
 def read_record_file(path: Path) -> RecordFile:
-    """Raises StoreError if it is no such file, is damaged, or is still being written."""
+    """Raises StoreError if it is no such file, is damaged, says what cannot be, or is still being written."""
     _refuse_unfinished(path)
     try:
         with naming_path("read", path), safe_open(path, framework="pt") as content:
@@ -247,7 +280,57 @@ def read_record_file(path: Path) -> RecordFile:
         )
     if FP8_SCALES in tensors:
         states = (states.float() * tensors[FP8_SCALES]).to(torch.bfloat16)
-    return RecordFile(path, token_ids, states, tensors.get("loss_mask"), metadata)
+    facts = _read_json(path, metadata, "vllm_overlay", dict)
+    return RecordFile(
+        path,
+        token_ids,
+        states,
+        tensors.get("loss_mask"),
+        _read_layer_ids(path, metadata),
+        _read_store_meta(path, facts),
+        _read_facts(path, facts),
+    )
+
+
+def _read_json(path: Path, metadata: Metadata, name: str, kind: type) -> Any:
+    """What the metadata has under this name, an empty one if nothing. Raises StoreError if it is of another kind."""
+    text = metadata.get(name)
+    if text is None:
+        return kind()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise StoreError(f"{path}: {name} of its metadata is {text!r}, where a {kind.__name__} in JSON is expected")
+    return value
+
+
+def _read_layer_ids(path: Path, metadata: Metadata) -> tuple[int, ...] | None:
+    layer_ids = _read_json(path, metadata, "layer_ids", list)
+    meaning = metadata.get("layer_ids_mean", RESIDUAL)
+    if not all(isinstance(layer, int) for layer in layer_ids):
+        raise StoreError(f"{path}: layer_ids of its metadata is {layer_ids}, where numbers are expected")
+    if meaning not in SHIFTS:
+        raise StoreError(f"{path}: layer_ids_mean of its metadata is {meaning!r}, which is none of {', '.join(SHIFTS)}")
+    return to_ours(layer_ids, meaning) or None
+
+
+def _read_store_meta(path: Path, facts: dict[str, Any]) -> StoreMeta | None:
+    if "store" not in facts:
+        return None
+    try:
+        return StoreMeta.from_json(json.dumps(facts["store"]))
+    except (KeyError, TypeError, StoreError) as error:
+        raise StoreError(f"{path}: what its metadata says of its store is not whole ({error})") from error
+
+
+def _read_facts(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    found = {name: facts[name] for name in FACT_TYPES if name in facts}
+    for name, value in found.items():
+        if not isinstance(value, FACT_TYPES[name]):
+            raise StoreError(f"{path}: {name} of its metadata is {value!r}, of the wrong type")
+    return found
 
 
 def _refuse_unfinished(path: Path) -> None:
@@ -271,11 +354,10 @@ def find_layer_ids(file: RecordFile, said: Sequence[int] | None, meaning: str) -
     Raises StoreError if neither says, both say and differ, or they are not as many as the file has.
     """
     ours = None if said is None else to_ours(said, meaning)
-    if "layer_ids" in file.metadata:
-        found = to_ours(json.loads(file.metadata["layer_ids"]), file.metadata.get("layer_ids_mean", RESIDUAL))
-        if ours not in (None, found):
-            raise StoreError(f"{file.path} says that it holds layers {list(found)}, not {list(ours or ())}")
-        ours = found
+    if file.layer_ids is not None:
+        if ours not in (None, file.layer_ids):
+            raise StoreError(f"{file.path} says that it holds layers {list(file.layer_ids)}, not {list(ours or ())}")
+        ours = file.layer_ids
     if ours is None:
         raise StoreError(f"{file.path} does not say which layers it holds: name them with --layers (and --ids)")
     if len(ours) != file.hidden_states.shape[1]:
@@ -285,38 +367,48 @@ def find_layer_ids(file: RecordFile, said: Sequence[int] | None, meaning: str) -
 
 def write_store(
     files: Sequence[Path], folder: Path, meta: StoreMeta, loss_masks: Sequence[torch.Tensor] | None, progress: Progress
-) -> Converted:
+) -> Read:
     """Make a store of the files, in a new folder. Layers are in the order of `meta`, which must be the files'.
 
-    loss_masks: bool [T] of each file, or None where the files have their own. Raises StoreError if a file cannot be
-    read or has other rows, or the store cannot be written.
+    loss_masks: bool [T] of each file, or None where the files have their own. A file of others without one does not say
+    where its prompt ends: all of its tokens count. Raises StoreError if a file cannot be read, has other rows or those
+    of another target, or the store cannot be written.
     """
+    without_prompt = 0
     with new_folder(folder) as unfinished, StoreWriter.open(unfinished, meta) as writer:
         pending: list[PendingRecord] = []
         for place, path in enumerate(progress(files, len(files))):
             file = read_record_file(path)
             _refuse_other_rows(file, meta)
-            pending.append(_append(writer, file, None if loss_masks is None else loss_masks[place]))
+            mask = loss_masks[place] if file.loss_mask is None and loss_masks is not None else file.loss_mask
+            if mask is None and "num_prompt_tokens" not in file.facts:
+                mask = torch.ones(len(file.token_ids), dtype=torch.bool)
+                without_prompt += 1
+            pending.append(_append(writer, file, mask))
             if len(pending) == RECORDS_PER_COMMIT:
                 writer.commit(pending)
                 pending = []
         writer.commit(pending)
-    return Converted(len(files), 0)
+    return Read(len(files), without_prompt)
 
 
 def _refuse_other_rows(file: RecordFile, meta: StoreMeta) -> None:
     shape, dtype = tuple(file.hidden_states.shape[1:]), file.hidden_states.dtype
     if shape != meta.row_shape or dtype != meta.torch_dtype:
         raise StoreError(f"{file.path} has rows {list(shape)} of {dtype}, the first file {list(meta.row_shape)}")
-    said = file.metadata.get("layer_ids")
-    if said is not None:
+    if file.layer_ids is not None:
         find_layer_ids(file, meta.layer_ids, RESIDUAL)
+    theirs = file.store_meta
+    if theirs is not None and theirs.model_fingerprint != meta.model_fingerprint:
+        raise StoreError(
+            f"{file.path} holds states of other weights ({theirs.model}) than the store's ({meta.model}): convert each "
+            f"target's files by themselves"
+        )
 
 
-def _append(writer: StoreWriter, file: RecordFile, loss_mask: torch.Tensor | None) -> PendingRecord:
+def _append(writer: StoreWriter, file: RecordFile, mask: torch.Tensor | None) -> PendingRecord:
     tokens, facts = len(file.token_ids), file.facts
     first = writer.append(file.hidden_states.contiguous())
-    mask = file.loss_mask if file.loss_mask is not None else loss_mask
     if mask is not None and len(mask) != tokens:
         raise StoreError(f"{file.path} has {tokens} tokens, its loss mask {len(mask)}")
     return PendingRecord(
