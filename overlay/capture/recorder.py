@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm_overlay.capture")
 # Records wait this long for others before they are committed together: a commit syncs the disk.
 COMMIT_INTERVAL_S = 0.5
 
-# Rows of small steps wait this long for others: some decode steps. Those of a step of so many rows wait for none.
+# Rows of small steps wait this long for others, some decode steps, or until there are so many.
 TAKE_UP_INTERVAL_S = 0.1
 ROWS_AT_ONCE = 2048
 
@@ -102,6 +102,7 @@ class Recorder:
         self._layer_ids = layer_ids
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_due = threading.Event()
+        self._num_waiting = 0  # rows that were posted since it was last set
         self._error: BaseException | None = None
         self._requests: dict[str, RequestFacts] = {}
         self._tokens = RowTokens()
@@ -120,7 +121,9 @@ class Recorder:
     def write(self, plan: Plan, arrival: Arrival) -> None:
         """Rows of one step are on their way to the host."""
         self._post(StepRows(plan, arrival))
-        if plan.count >= ROWS_AT_ONCE:
+        self._num_waiting += plan.count
+        if self._num_waiting >= ROWS_AT_ONCE:
+            self._num_waiting = 0
             self._is_due.set()
 
     def finish(self, key: str, rows: Rows, reason: str) -> None:
