@@ -8,7 +8,7 @@ sharded ones would travel in every step, to save what is one or two hundredths o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vllm_overlay.errors import OverlayError
+
+START_ANEW = "start with torchrun, or unset WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ def join_ranks(device: str) -> Iterator[Ranks]:
     """The ranks of a process that torchrun started, or one alone.
 
     The first rank to fail says why; the others, whose exchange with it breaks, then end with status 1 and say nothing.
-    Raises OverlayError: as `choose_device`, or fewer GPUs than ranks on this machine.
+    Raises OverlayError: as `choose_device`, fewer GPUs than ranks on this machine, or variables of torchrun that are
+    not all there or cannot be.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not _has_others(os.environ):
         yield alone(device)
         return
     store, number, size = next(rendezvous("env://"))
@@ -90,6 +93,30 @@ def join_ranks(device: str) -> Iterator[Ranks]:
             raise OverlayError(f"rank {number} of {size}: {error}") from error
         raise
     dist.destroy_process_group()
+
+
+def _has_others(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's variables name other ranks. Raises OverlayError: torch could not find these by them."""
+    size = _read_number(environ, "WORLD_SIZE", 1) if "WORLD_SIZE" in environ else 1
+    if size == 1:
+        return False
+    _read_number(environ, "RANK", 0, size - 1)
+    _read_number(environ, "MASTER_PORT", 1, 65535)
+    if "LOCAL_RANK" in environ:
+        _read_number(environ, "LOCAL_RANK", 0)
+    if not environ.get("MASTER_ADDR"):
+        raise OverlayError(f"WORLD_SIZE={size}, and MASTER_ADDR is not set: {START_ANEW}")
+    return True
+
+
+def _read_number(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    if name not in environ:
+        raise OverlayError(f"WORLD_SIZE={environ['WORLD_SIZE']}, and {name} is not set: {START_ANEW}")
+    text = environ[name]
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        wanted = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise OverlayError(f"{name}={text} in the environment is no number {wanted}: {START_ANEW}")
+    return int(text)
 
 
 def _device_of_rank(name: str, local_rank: int) -> torch.device:

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 
 from tests.eagle3.rank_programs import Job, do
 from vllm_overlay.eagle3.data import Entry, count_scored, deal
-from vllm_overlay.eagle3.ranks import alone
+from vllm_overlay.eagle3.ranks import alone, join_ranks
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.training import Settings
+from vllm_overlay.errors import OverlayError
 
 PROGRAM = Path(__file__).with_name("rank_programs.py")
 SETTINGS = Settings(
@@ -119,6 +120,33 @@ def test_an_error_of_one_rank_ends_all_with_its_message(store_path: Path, model_
     assert said.count("vllm-overlay: error:") == 1 and "closed by peer" not in said
     assert "OverlayError: the fifth record cannot be read" in summary
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+GROUP = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment is no number of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment is no number of 1 or more"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, and RANK is not set"),
+        ({**GROUP, "RANK": "2"}, "RANK=2 in the environment is no number from 0 to 1"),
+        ({**GROUP, "MASTER_PORT": "1x"}, "MASTER_PORT=1x in the environment is no number from 1 to 65535"),
+        ({**GROUP, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 in the environment is no number of 0 or more"),
+        ({**GROUP, "MASTER_ADDR": ""}, "WORLD_SIZE=2, and MASTER_ADDR is not set"),
+    ],
+)
+def test_variables_by_which_no_rank_is_found_are_one_line(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in GROUP:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OverlayError) as raised, join_ranks("cpu"):
+        pass
+    assert str(raised.value) == f"{message}: start with torchrun, or unset WORLD_SIZE"
 
 
 def entries(lengths: Sequence[int]) -> list[Entry]:
