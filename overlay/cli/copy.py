@@ -61,7 +61,10 @@ def _show_progress(items: Iterable[Any], total: int) -> Iterable[Any]:
 
 
 def _parse_fraction(text: str) -> float:
-    fraction = float(text)
+    try:
+        fraction = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 to 1, not {text!r}") from None
     if not 0 <= fraction <= 1:
         raise argparse.ArgumentTypeError(f"must be 0 to 1, not {text}")
     return fraction

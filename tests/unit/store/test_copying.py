@@ -209,6 +209,13 @@ def test_a_sample_is_the_same_requests_every_time(
     assert 75 < len(found["half"]) < 125
 
 
+@pytest.mark.parametrize("fraction", ["x", "", "1.5", "nan"])
+def test_a_sample_that_is_no_fraction_is_refused(fraction: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["copy", "one", "-o", "two", "--sample", fraction])
+    assert "argument --sample: must be " in capsys.readouterr().err
+
+
 def test_what_cannot_be_copied_is_refused_and_leaves_nothing(
     fill: Fill, tmp_path: Path, make_meta: MakeMeta, capsys: pytest.CaptureFixture[str]
 ) -> None:
