@@ -90,10 +90,8 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> Report:
     if installation is not None and settings is not None:
         lines += check_installation(installation, settings)
         lines += _check_files(installation, facts, ids, environ)
-    if plan.rehearsal is not None and installation is not None and facts is not None and ids:
-        from vllm_overlay.check.rehearsal import check_rehearsal
-
-        lines += check_rehearsal(facts, ids, plan.tensor_parallel_size, installation, plan.rehearsal)
+    if plan.rehearsal is not None:
+        lines += _rehearse(lines, plan, facts, ids, installation)
     return Report(tuple(lines))
 
 
@@ -149,6 +147,24 @@ def _read_installation(lines: list[Line], settings: Settings) -> Installation | 
         reason = str(error).removeprefix("vllm-overlay: ")
         lines.append(Line("vLLM", "fails", "a supported release of vLLM", reason))
         return None
+
+
+def _rehearse(
+    lines: Sequence[Line],
+    plan: Plan,
+    facts: ModelFacts | None,
+    ids: Sequence[int],
+    installation: Installation | None,
+) -> Iterator[Line]:
+    from vllm_overlay.check.rehearsal import check_rehearsal
+
+    is_failing = any(line.verdict == "fails" for line in lines)
+    if is_failing or facts is None or installation is None or plan.rehearsal is None:
+        yield Line(
+            "rehearsal", "warning", "nothing that fails by reading alone", "not run", "set right what fails above"
+        )
+        return
+    yield from check_rehearsal(facts, ids, plan.tensor_parallel_size, installation, plan.rehearsal)
 
 
 def _check_files(
