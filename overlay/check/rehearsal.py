@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 from vllm_overlay.check.installation import Installation
@@ -25,8 +26,9 @@ def check_rehearsal(
     facts: ModelFacts, ids: Sequence[int], num_ranks: int, installation: Installation, options: RehearsalOptions
 ) -> Iterator[Line]:
     """Shrink the model, run it, and say what happened."""
-    if options.seconds <= 0:
-        yield Line(_SUBJECT, "fails", "a time above 0", str(options.seconds), "give --rehearse-timeout seconds")
+    if not 0 < options.seconds < math.inf:
+        expected = "a time above 0, with an end"
+        yield Line(_SUBJECT, "fails", expected, str(options.seconds), "give --rehearse-timeout seconds")
         return
     try:
         small = shrink(facts.config)
@@ -46,7 +48,11 @@ def check_rehearsal(
     )
     layer_ids = map_layer_ids(ids, facts.num_hidden_layers, len(small.layers))
     code = facts.file.parent if options.trust_remote_code else None
-    outcome = run_bounded(small, plan, layer_ids, options.seconds, code)
+    try:
+        outcome = run_bounded(small, plan, layer_ids, options.seconds, code)
+    except OSError as error:
+        yield Line(_SUBJECT, "fails", "room in the temporary folder", str(error), "make room, or set TMPDIR")
+        return
     yield from _list_left_out(small, facts, num_ranks, plan, outcome)
     asked = (
         f"{_join(ids)} rehearsed as {_join(layer_ids[: len(ids)])}" if len(layer_ids) > len(ids) else "all rehearsed"

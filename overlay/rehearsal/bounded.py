@@ -41,7 +41,8 @@ def run_bounded(
 ) -> Outcome:
     """Rehearse in a process of its own, ended with all that it started after so many seconds.
 
-    `code` is a folder whose Python files belong to the model; None if none may be run.
+    `code` is a folder whose Python files belong to the model; None if none may be run. Errors: OSError where the
+    temporary folder takes no files.
     """
     until = time.monotonic() + seconds
     outcome = _run_once(small, plan, layer_ids, until, code)
@@ -59,7 +60,8 @@ def _run_once(small: Small, plan: RehearsalPlan, layer_ids: Sequence[int], until
         model.mkdir()
         Path(model, "config.json").write_text(json.dumps(small.config, indent=1), encoding="utf-8")
         for file in code.glob("*.py") if code else ():
-            shutil.copy(file, model)
+            if file.is_file():
+                shutil.copy(file, model)
         plan.write(folder)
         # Nothing is written to it: the process reads its end, which comes however this one ends.
         ours, theirs = os.pipe()

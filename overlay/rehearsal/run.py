@@ -8,6 +8,7 @@ to read from, ends, whoever asked for the rehearsal is gone, and it ends too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -228,7 +229,15 @@ def describe(error: BaseException) -> str:
 
 def end_with_caller(pipe: int, folder: Path) -> None:
     """When the caller ends, end this process and the workers, which are of its group; the folder is the caller's."""
+    import psutil  # type: ignore[import-untyped]  # vLLM requires it
+
     os.read(pipe, 1)
+    # The workers first: they write into the folder.
+    workers = psutil.Process().children(recursive=True)
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+    psutil.wait_procs(workers, timeout=10)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

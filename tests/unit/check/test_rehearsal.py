@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,8 +123,37 @@ def test_the_command(
     assert main(words[:3]) == 0
 
 
-def test_a_time_that_is_none(answer: Answer, write_config: WriteConfig) -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_is_none(seconds: float, answer: Answer, write_config: WriteConfig) -> None:
     asked = answer(RUN)
-    report = check(Plan(write_config(LLAMA), rehearsal=RehearsalOptions(seconds=0)), {})
+    report = check(Plan(write_config(LLAMA), rehearsal=RehearsalOptions(seconds)), {})
     assert [line.subject for line in report.failing] == ["rehearsal"]
     assert asked == []
+
+
+def test_nothing_is_run_of_what_fails_by_reading(answer: Answer, write_config: WriteConfig) -> None:
+    asked = answer(RUN)
+    report = check(Plan(write_config(LLAMA), tensor_parallel_size=3, rehearsal=RehearsalOptions()), {})
+    assert [line.subject for line in report.failing] == ["tensor parallel size"]
+    assert (report.lines[-1].subject, report.lines[-1].verdict, report.lines[-1].found) == (
+        "rehearsal",
+        "warning",
+        "not run",
+    )
+    assert asked == []
+
+
+def test_nothing_is_run_of_a_model_that_is_none(answer: Answer, tmp_path: Path) -> None:
+    asked = answer(RUN)
+    report = check(Plan(tmp_path / "none", rehearsal=RehearsalOptions()), {})
+    assert (report.lines[-1].subject, report.lines[-1].found) == ("rehearsal", "not run")
+    assert asked == []
+
+
+def test_a_temporary_folder_that_is_not_there(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    line = lines_of(write_config(LLAMA))["rehearsal"]
+    assert (line.verdict, line.advice) == ("fails", "make room, or set TMPDIR")
+    assert str(tmp_path / "gone") in line.found

@@ -41,8 +41,15 @@ def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> 
     monkeypatch.setattr(bounded.sys, "executable", str(program))
 
 
-def run(seconds: float = 60.0) -> Outcome:
-    return bounded.run_bounded(shrink(LLAMA), PLAN, (1, 2), seconds, None)
+def run(seconds: float = 60.0, code: Path | None = None) -> Outcome:
+    return bounded.run_bounded(shrink(LLAMA), PLAN, (1, 2), seconds, code)
+
+
+def wait_for(file: Path, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < until, file
+        time.sleep(0.05)
 
 
 def list_marked(mark: str) -> list[int]:
@@ -76,15 +83,24 @@ def test_a_process_that_ends_without_a_word(folder: Path, monkeypatch: pytest.Mo
     assert [one.name for one in folder.iterdir()] == ["python"]
 
 
+# A rehearsal with a worker that writes into the folder all the time.
+WRITES = """
+import subprocess, sys
+from pathlib import Path
+from vllm_overlay.rehearsal.run import end_with_caller
+worker = "import os, sys\\nwhile True: os.makedirs(sys.argv[1], exist_ok=True); os.close(os.open(sys.argv[1] + '/rows', 65))"
+subprocess.Popen([sys.executable, "-c", worker, sys.argv[2]])
+end_with_caller(int(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
 def test_a_caller_that_is_killed_leaves_nothing(folder: Path) -> None:
     scratch = folder / "scratch"
-    scratch.mkdir()
     ours, theirs = os.pipe()
-    words = "import sys; from pathlib import Path; from vllm_overlay.rehearsal.run import end_with_caller; "
-    words += "end_with_caller(int(sys.argv[1]), Path(sys.argv[2]))"
-    command = [sys.executable, "-c", words, str(ours), str(scratch)]
+    command = [sys.executable, "-c", WRITES, str(ours), str(scratch)]
     process = subprocess.Popen(command, pass_fds=[ours], start_new_session=True)
     os.close(ours)
+    wait_for(scratch / "rows")
     assert process.poll() is None
     os.close(theirs)
     assert process.wait(60) == -signal.SIGKILL
@@ -128,6 +144,19 @@ json.dump(outcome, open(folder + "/outcome.json", "w"))
     outcome = run()
     assert (outcome.verdict, outcome.reason) == ("consistent", "vLLM's own random weights")
     assert (outcome.weights_failed, outcome.details) == ("KeyError: 'odd.weight'", "whole")
+
+
+def test_the_models_own_files_are_beside_its_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = folder / "code"
+    (code / "folder.py").mkdir(parents=True)
+    (code / "modeling.py").write_text("")
+    answers = """
+import json, os, sys
+names = ",".join(sorted(os.listdir(sys.argv[3] + "/model")))
+json.dump({"verdict": "equal", "reason": names}, open(sys.argv[3] + "/outcome.json", "w"))
+"""
+    replace_python(monkeypatch, folder, answers)
+    assert run(code=code).reason == "config.json,modeling.py"
 
 
 def test_of_two_deaths_both_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
