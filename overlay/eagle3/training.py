@@ -9,7 +9,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -515,12 +515,23 @@ def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
     found = folder.config
     wanted = json.loads(json.dumps(facts))
     for section in ("settings", "data"):
+        _require_same_release(folder, found[section].keys(), wanted[section].keys())
         for name, value in wanted[section].items():
-            if found[section].get(name) != value:
+            if found[section][name] != value:
                 raise OverlayError(
-                    f"{folder.path}: was made with {section} {name} = {found[section].get(name)}, not {value}; "
+                    f"{folder.path}: was made with {section} {name} = {found[section][name]}, not {value}; "
                     "resume with the same, or start another run"
                 )
+
+
+def _require_same_release(folder: RunFolder, found: Set[str], known: Set[str]) -> None:
+    """Raises OverlayError: no choice of settings makes the run the same."""
+    parts = [("it does not know", known - found), ("this release does not know", found - known)]
+    if differences := [f"{what} {', '.join(sorted(names))}" for what, names in parts if names]:
+        raise OverlayError(
+            f"{folder.path}: was made by another release of vllm-overlay ({'; '.join(differences)}); resume with that "
+            "release, or start another run"
+        )
 
 
 def _require_same_vocabulary(folder: RunFolder, vocabulary: DraftVocabulary) -> None:

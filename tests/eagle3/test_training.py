@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.selftest import measure_agreement
 from vllm_overlay.eagle3.target import load_target
-from vllm_overlay.eagle3.training import Settings, learning_rate, train
+from vllm_overlay.eagle3.training import Settings, _require_same_run, learning_rate, train
 from vllm_overlay.errors import OverlayError
 
 SETTINGS = Settings(
@@ -152,6 +152,29 @@ def test_resuming_with_something_else_is_refused(
     other = make_store(tmp_path / "other", records=11)
     with pytest.raises(OverlayError, match="data digest"):
         train([other], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), ranks=alone("cpu"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "added", "message"),
+    [
+        (["norm_output", "train_head"], {}, "it does not know norm_output, train_head"),
+        ([], {"tree": 4}, "this release does not know tree"),
+        (["train_head"], {"tree": 4}, "it does not know train_head; this release does not know tree"),
+    ],
+)
+def test_a_run_of_another_release_is_refused_as_such(
+    tmp_path: Path, dropped: list[str], added: dict[str, int], message: str
+) -> None:
+    settings = asdict(SETTINGS)
+    facts = {"settings": settings, "data": {}}
+    theirs = {name: value for name, value in settings.items() if name not in dropped} | added
+    (tmp_path / "config.json").write_text(json.dumps({"settings": theirs, "data": {}}))
+    with pytest.raises(OverlayError) as raised:
+        _require_same_run(RunFolder(tmp_path), facts)
+    assert str(raised.value) == (
+        f"{tmp_path}: was made by another release of vllm-overlay ({message}); resume with that release, "
+        "or start another run"
+    )
 
 
 def test_a_failed_start_leaves_no_folder(
