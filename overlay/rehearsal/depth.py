@@ -21,9 +21,18 @@ MOST_LAYERS = 12
 # A list with more values than this says something of each layer, but no kind.
 _MOST_KINDS = 6
 
-_FIRST = ("first_k_dense_replace", "num_dense_layers", "n_dense_layers", "first_num_dense_layers")
+_FIRST = (
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "n_dense_layers",
+    "first_num_dense_layers",
+    "moe_layer_start_index",
+    "dense_mlp_idx",
+)
+# The last layer of a kind, or -1 for that of the whole model.
+_UP_TO = ("moe_layer_end_index",)
 _LAST = ("num_kv_shared_layers",)
-_INDICES = re.compile(r"(layers|layer_ids|layer_idx|layer_indices|layers_enum)$")
+_INDICES = re.compile(r"(layers|layer_ids|layer_idx|layer_indices|layers_enum|attn_idxs)$")
 _PERIOD = re.compile(
     r"^(moe_layer_freq|moe_layer_frequency|decoder_sparse_step|interleave_moe_layer_step|full_attention_interval"
     r"|sliding_window_pattern|layer_group_size|\w+_layer_period|\w+_layer_interval|\w*every_n_layers|mamba_step)$"
@@ -56,7 +65,13 @@ def choose_layers(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 def list_fields(text: Mapping[str, Any], count: int) -> list[Field]:
     """What the text model's configuration says of its layers."""
-    return [field for path, part in list_parts(text) for field in _list_part(path, part, count)]
+    return [
+        field
+        for path, part in list_parts(text)
+        # What is inside an object of one layer goes with it.
+        if not path or not path[-1].isdigit()
+        for field in _list_part(path, part, count)
+    ]
 
 
 def map_layer_ids(ids: Sequence[int], count: int, kept: int) -> tuple[int, ...]:
@@ -83,7 +98,9 @@ def _list_part(path: Path, part: Mapping[str, Any], count: int) -> Iterator[Fiel
 def _read_field(path: Path, value: Any, count: int, base: int, part: Mapping[str, Any]) -> Field | None:
     name = path[-1]
     if isinstance(value, list):
-        return _read_list(path, value, count, base)
+        return _read_list(path, value, count, base, _count_predicting(part))
+    if isinstance(value, Mapping):
+        return _read_objects(path, value, count)
     if isinstance(value, str):
         return _read_text(path, value, count, base)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -94,19 +111,53 @@ def _read_field(path: Path, value: Any, count: int, base: int, part: Mapping[str
     if name in _LAST:
         kinds = tuple(str(layer >= count - value) for layer in range(count))
         return Field(path, kinds, lambda kept: sum(layer >= count - value for layer in kept))
+    if name in _UP_TO and value >= 0:
+        kinds = tuple(str(layer <= value) for layer in range(count))
+        return Field(path, kinds, lambda kept: sum(layer <= value for layer in kept) - 1)
     if _PERIOD.search(name) and value > 1:
         return Field(path, tuple(str(layer % value) for layer in range(count)), lambda kept: value, is_period=True)
     return None
 
 
-def _read_list(path: Path, value: list[Any], count: int, base: int) -> Field | None:
-    if count <= len(value) <= count + 1:
-        # One more is the layer that predicts a further token; it stays where it is, at the end.
-        kinds = tuple("" if isinstance(one, float) else json.dumps(one, sort_keys=True) for one in value[:count])
+def _read_list(path: Path, value: list[Any], count: int, base: int, more: int) -> Field | None:
+    if count <= len(value) <= count + more:
+        # Those above the count predict further tokens; they stay where they are, at the end.
+        kinds = tuple(_name_kind(one) for one in value[:count])
         return Field(path, kinds, lambda kept: [*(value[layer] for layer in kept), *value[count:]])
     if _INDICES.search(path[-1]) and _is_indices(value, count + base):
         return _read_indices(path, value, count, base, lambda found: found)
     return None
+
+
+def _read_objects(path: Path, value: Mapping[str, Any], count: int) -> Field | None:
+    """An object for each layer, or for some, under its number (Gemma 4's, as transformers 5.19 saves them)."""
+    if not value or not all(re.fullmatch(r"[0-9]+", name) and int(name) < count for name in value):
+        return None
+    by_layer = {int(name): one for name, one in value.items()}
+    width = min(map(len, value))
+    kinds = tuple(_name_kind(by_layer.get(layer)) for layer in range(count))
+
+    def keep(kept: Sequence[int]) -> dict[str, Any]:
+        return {f"{place:0{width}d}": by_layer[layer] for place, layer in enumerate(kept) if layer in by_layer}
+
+    return Field(path, kinds, keep)
+
+
+def _name_kind(value: Any) -> str:
+    """A layer's value as a text; of an object what is in it or not, for each layer may have sizes of its own."""
+    return json.dumps(_keep_flags(value) if isinstance(value, Mapping) else value, sort_keys=True)
+
+
+def _keep_flags(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _keep_flags(one) for name, one in value.items()}
+    return value if value is None or isinstance(value, bool) else ""
+
+
+def _count_predicting(part: Mapping[str, Any]) -> int:
+    """The layers that predict further tokens, for which a list may have values too; not every model says how many."""
+    said = part.get("num_nextn_predict_layers")
+    return max(1, said) if isinstance(said, int) else 1
 
 
 def _read_text(path: Path, value: str, count: int, base: int) -> Field | None:

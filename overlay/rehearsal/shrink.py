@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_overlay.errors import OverlayError
-from vllm_overlay.model_shape import LAYERS, find_text_config, read_size
+from vllm_overlay.model_shape import LAYERS, ConfigError, find_text_config, read_size
 from vllm_overlay.rehearsal.depth import choose_layers, list_fields
 from vllm_overlay.rehearsal.fields import Change, copy_of, is_tower, list_changes, set_at
 from vllm_overlay.rehearsal.towers import shrink_tower
@@ -26,7 +25,8 @@ _TOKEN = re.compile(r"_token_(id|ids|index)$")
 @dataclass(frozen=True)
 class Small:
     """The small configuration. `layers` are those of the whole model that it keeps, 0-based; `special_ids` are token
-    ids that the model gives a meaning of its own; `left_out` names what was taken out of it."""
+    ids that the model gives a meaning of its own; `quantised` names the methods of quantisation that were taken out;
+    `changes` are the fields that have another value, or none."""
 
     config: Mapping[str, Any]
     layers: tuple[int, ...]
@@ -36,11 +36,11 @@ class Small:
 
 
 def shrink(config: Mapping[str, Any]) -> Small:
-    """Errors: ConfigError for sizes that are none."""
+    """The small configuration of a whole one. Errors: ConfigError for sizes that are none."""
     key, text = find_text_config(config)
     count = read_size(text, LAYERS)
     if count is None:
-        raise OverlayError(f"config.json has no {LAYERS[0]!r}: nothing says how many layers there are")
+        raise ConfigError(f"config.json has no {LAYERS[0]!r}: nothing says how many layers there are")
     kept = choose_layers(text, count)
     small = copy_of(config)
     small_text = small[key] if key else small
@@ -83,11 +83,17 @@ def _take_out_quantisation(part: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _renumber_tokens(config: dict[str, Any]) -> tuple[int, ...]:
-    """Give token ids above the small vocabulary new ones, from its end; equal ids stay equal. Returns all ids."""
+    """Give token ids above the small vocabulary new ones, from its end; equal ids stay equal. Returns all ids.
+
+    Errors: ConfigError for more ids than it has.
+    """
     fields = list(_list_tokens(config))
     found = {one for part, name in fields for one in _as_list(part[name])}
-    free = (token for token in range(VOCABULARY - 1, 0, -1) if token not in found)
-    new = {token: token if token < VOCABULARY else next(free) for token in sorted(found, reverse=True)}
+    free = [token for token in range(1, VOCABULARY) if token not in found]
+    large = sorted((token for token in found if token >= VOCABULARY), reverse=True)
+    if len(large) > len(free):
+        raise ConfigError(f"config.json gives {len(found)} token ids a meaning: more than a small vocabulary holds")
+    new = {token: token for token in found} | {token: free.pop() for token in large}
     for part, name in fields:
         value = part[name]
         part[name] = [new.get(one, one) for one in value] if isinstance(value, list) else new.get(value, value)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, read_size
+from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, ConfigError, read_size
 from vllm_overlay.rehearsal.fields import Path, list_parts
 
 HEADS = 4
@@ -61,7 +61,8 @@ class Sizes:
 def read_sizes(text: Mapping[str, Any]) -> Sizes:
     """Errors: ConfigError for what is no size."""
     hidden = read_size(text, HIDDEN)
-    assert hidden is not None
+    if hidden is None:
+        raise ConfigError(f"config.json has no {HIDDEN[0]!r}: nothing says how wide the model is")
     heads = read_size(text, ATTENTION_HEADS) or 0
     width = hidden // heads if heads and hidden % heads == 0 else _HEAD_WIDTH
     small_heads = min(heads, HEADS) if heads else HEADS
@@ -76,9 +77,22 @@ def list_small_sizes(text: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[Pa
     """Each field that has another value in the small model, and the value."""
     for path, part in list_parts(text):
         for name, value in part.items():
-            if (rule := _find_rule(name, part, sizes)) is not None:
+            if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+                yield (*path, name), [_shrink_groups(one, sizes) for one in value]
+            elif (rule := _find_rule(name, part, sizes)) is not None:
                 yield (*path, name), _apply(rule, value)
         yield from ((((*path, name)), value) for name, value in _list_states(part, sizes))
+
+
+def _shrink_groups(value: Any, sizes: Sizes) -> Any:
+    """A layer's own object (DeciLM's): the query heads of one KV head become as few as all of them have."""
+    if not isinstance(value, Mapping):
+        return value
+    most = max(1, sizes.small_heads // KV_HEADS)
+    return {
+        name: min(one, most) if name == "n_heads_in_group" and isinstance(one, int) else _shrink_groups(one, sizes)
+        for name, one in value.items()
+    }
 
 
 Rule = Callable[[int], int]
@@ -107,7 +121,7 @@ def _rules(part: Mapping[str, Any], sizes: Sizes) -> tuple[tuple[re.Pattern[str]
         (_KV_NAMES, lambda heads: _shrink_kv(heads, sizes)),
         (_EXPERT_NAMES, lambda experts: min(experts, EXPERTS)),
         (_TOP_NAMES, lambda experts: min(experts, EXPERTS_PER_TOKEN)),
-        (re.compile(r"^(n_group|num_expert_group)$"), lambda groups: min(groups, 2)),
+        (re.compile(r"^(n_group|num_expert_group|router_n_groups)$"), lambda groups: min(groups, 2)),
         (re.compile(r"^topk_group$"), lambda groups: _shrink_top_groups(groups, part)),
         (re.compile(r"^zero_expert_num$"), lambda experts: min(experts, 2)),
         (re.compile(r"vocab_size"), lambda size: min(size, VOCABULARY)),
@@ -124,7 +138,7 @@ def _shrink_kv(heads: int, sizes: Sizes) -> int:
 
 
 def _shrink_top_groups(groups: int, part: Mapping[str, Any]) -> int:
-    every = part.get("n_group") or part.get("num_expert_group") or groups
+    every = _read(part, "n_group", "num_expert_group") or groups
     return min(every, 2) if groups >= every else 1
 
 
@@ -142,26 +156,36 @@ def _is_state_space(part: Mapping[str, Any]) -> bool:
 
 
 def _list_states(part: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Linear attention and state-space layers: their heads fill a multiple of the hidden size, or are few."""
-    keys, values = part.get("linear_num_key_heads"), part.get("linear_num_value_heads")
-    if isinstance(keys, int) and isinstance(values, int):
+    """Linear attention and state-space layers: their heads fill a multiple of the hidden size, or are few.
+
+    Errors: ConfigError for what is no size.
+    """
+    keys, values = _read(part, "linear_num_key_heads"), _read(part, "linear_num_value_heads")
+    if keys and values:
         small = min(keys, 2)
         yield "linear_num_key_heads", small
         yield "linear_num_value_heads", small * max(1, values // keys)
-    name = next((name for name in _STATE_HEADS if isinstance(part.get(name), int)), None)
-    width = next((part[name] for name in _STATE_WIDTHS if isinstance(part.get(name), int)), None)
+    name, width = next((name for name in _STATE_HEADS if part.get(name)), None), _read(part, *_STATE_WIDTHS)
     if name is None and _is_state_space(part):
-        name, width = "num_heads", part.get("head_dim")
-    if name is None:
+        name, width = "num_heads", _read(part, "head_dim")
+    heads = _read(part, name) if name else None
+    if name is None or heads is None:
         return
-    heads = part[name]
-    expand = part.get("mamba_expand", part.get("expand", 2))
+    expand = part.get("mamba_expand") or part.get("expand") or 2
     # Without a width the class divides, as it does where there is one that fits.
     fills = width is None or heads * width == expand * sizes.hidden
     small = heads * sizes.small_hidden // sizes.hidden if fills else min(heads, HEADS)
     yield name, max(1, small)
     for group in _STATE_GROUPS:
-        if isinstance(part.get(group), int):
-            yield group, min(part[group], 2) if small % 2 == 0 else 1
-    if isinstance(part.get("mamba_d_ssm"), int):
-        yield "mamba_d_ssm", max(1, small) * (width or part["mamba_d_ssm"] // heads)
+        if groups := _read(part, group):
+            yield group, min(groups, 2) if small % 2 == 0 else 1
+    if inner := _read(part, "mamba_d_ssm"):
+        yield "mamba_d_ssm", max(1, small) * (width or inner // heads)
+
+
+def _read(part: Mapping[str, Any], *names: str) -> int | None:
+    """A size by the first of its names that says one; null and 0 say that there is none.
+
+    Errors: ConfigError for what is no size.
+    """
+    return read_size({name: part[name] for name in names if part.get(name)}, names)

@@ -84,12 +84,17 @@ def test_a_process_that_ends_without_a_word(folder: Path, monkeypatch: pytest.Mo
 
 
 # A rehearsal with a worker that writes into the folder all the time.
-WRITES = """
+WORKER = """
+import os, sys
+while True:
+    os.makedirs(sys.argv[1], exist_ok=True)
+    open(sys.argv[1] + "/rows", "w").close()
+"""
+WRITES = f"""
 import subprocess, sys
 from pathlib import Path
 from vllm_overlay.rehearsal.run import end_with_caller
-worker = "import os, sys\\nwhile True: os.makedirs(sys.argv[1], exist_ok=True); os.close(os.open(sys.argv[1] + '/rows', 65))"
-subprocess.Popen([sys.executable, "-c", worker, sys.argv[2]])
+subprocess.Popen([sys.executable, "-c", {WORKER!r}, sys.argv[2]])
 end_with_caller(int(sys.argv[1]), Path(sys.argv[2]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, KV_HEADS, LAYERS, find_text_config, read_size
+from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, KV_HEADS, LAYERS, ConfigError, find_text_config, read_size
 from vllm_overlay.rehearsal.depth import MOST_LAYERS, choose_layers, list_fields, map_layer_ids
 from vllm_overlay.rehearsal.shrink import shrink
 
@@ -34,10 +34,10 @@ EXPECTED: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "bamba": (tuple(range(10)), {"attn_layer_indices": [9], "mamba_n_heads": 16}),
     # Attention every eighth layer, experts every second: the periods stay.
     "jamba": (tuple(range(8)), {"attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2}),
-    # The last 15 of 35 share the cache of earlier ones: the first layer of each kind is taken.
+    # The first 10 are sparse, the last 15 of 35 share the cache of earlier ones: the first of each kind is taken.
     "gemma3n": (
-        (0, 4, 20, 24),
-        {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        (0, 4, 10, 14, 20, 24),
+        {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
     ),
     "zamba2": (tuple(range(7)), {"hybrid_layer_ids": [6], "attention_hidden_size": 640}),
 }
@@ -198,6 +198,112 @@ def test_no_kind_is_lost(types: list[str], dense: int, frequency: int) -> None:
 def test_unknown_fields_stay(name: str, value: Any) -> None:
     whole = {**read("llama"), f"odd_{name}_flag": value}
     assert shrink(whole).config[f"odd_{name}_flag"] == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers", "expected"),
+    [
+        # As ERNIE 4.5's: experts from the ninth layer on, to the last or the last but two.
+        ({"moe_layer_start_index": 8}, 9, {"moe_layer_start_index": 8}),
+        (
+            {"moe_layer_start_index": 1, "moe_layer_end_index": 29},
+            4,
+            {"moe_layer_start_index": 1, "moe_layer_end_index": 2},
+        ),
+        ({"moe_layer_end_index": -1}, 4, {"moe_layer_end_index": -1}),
+        ({"dense_mlp_idx": 6}, 7, {"dense_mlp_idx": 6}),
+        # As LFM2's.
+        ({"full_attn_idxs": [5, 8, 10]}, 6, {"full_attn_idxs": [5]}),
+        # Three more, of the layers that predict further tokens.
+        (
+            {"num_nextn_predict_layers": 3, "layer_types": ["full", *["sliding"] * 31, *["full"] * 3]},
+            4,
+            {"layer_types": ["full", *["sliding"] * 3, *["full"] * 3]},
+        ),
+        # As Gemma 3n's, whose last layers are not sparse.
+        (
+            {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 22},
+            11,
+            {"activation_sparsity_pattern": [0.95] * 10 + [0.0]},
+        ),
+    ],
+)
+def test_fields_that_say_kinds(fields: Mapping[str, Any], layers: int, expected: Mapping[str, Any]) -> None:
+    small = shrink({**read("llama"), **fields})
+    assert len(small.layers) == layers
+    assert {name: small.config[name] for name in expected} == expected
+
+
+def test_objects_by_the_number_of_their_layer() -> None:
+    """As transformers 5.19 saves Gemma 4's."""
+    whole = {f"{layer:02d}": {"attention_k_eq_v": layer == 5, "head_dim": 256} for layer in range(0, 32, 5)}
+    small = shrink({**read("llama"), "per_layer_config": whole})
+    assert small.layers == tuple(range(6))
+    assert small.config["per_layer_config"] == {
+        "00": {"attention_k_eq_v": False, "head_dim": 256},
+        "05": {"attention_k_eq_v": True, "head_dim": 256},
+    }
+
+
+def test_blocks_that_are_each_another() -> None:
+    """As DeciLM's: each has a width of its own, some no attention, and heads in a group that are not more than all."""
+
+    def make(layer: int) -> dict[str, Any]:
+        attention = {"n_heads_in_group": None if layer == 4 else 8, "no_op": layer == 4}
+        return {"attention": attention, "ffn": {"ffn_mult": 1 + layer / 8, "no_op": False}}
+
+    small = shrink(
+        {**read("llama"), "num_key_value_heads": None, "block_configs": [make(layer) for layer in range(32)]}
+    )
+    assert small.layers == tuple(range(5))
+    blocks = small.config["block_configs"]
+    assert [block["attention"]["n_heads_in_group"] for block in blocks] == [2, 2, 2, 2, None]
+    assert [block["ffn"]["ffn_mult"] for block in blocks] == [1.0, 1.125, 1.25, 1.375, 1.5]
+
+
+def test_groups_of_experts_hold_as_many_as_are_chosen() -> None:
+    """As OpenPangu's router has them: of each group an equal share is taken."""
+    fields = {"n_routed_experts": 512, "num_experts_per_tok": 8, "router_n_groups": 8}
+    small = shrink({**read("llama"), **fields}).config
+    assert {name: small[name] for name in fields} == {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_n_groups": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_group": "8", "topk_group": 4},
+        {"linear_num_key_heads": "16", "linear_num_value_heads": 32},
+        {"mamba_n_heads": "128"},
+        {"mamba_n_heads": 128, "mamba_d_head": -1},
+        {"image_token_ids": list(range(1000, 1600))},
+        {"hidden_size": None},
+    ],
+)
+def test_what_is_no_size_is_refused(fields: Mapping[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        shrink({**read("llama"), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mamba_n_heads": 0, "mamba_d_ssm": 4096},
+        {"linear_num_key_heads": 0, "linear_num_value_heads": 32},
+        {"n_group": None, "topk_group": 1},
+    ],
+)
+def test_sizes_that_say_that_there_is_none_stay(fields: Mapping[str, Any]) -> None:
+    small = shrink({**read("llama"), **fields}).config
+    assert {name: small[name] for name in fields} == fields
+
+
+def test_an_expansion_that_is_not_said() -> None:
+    small = shrink({**read("llama"), "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_expand": None}).config
+    assert small["mamba_n_heads"] * small["mamba_d_head"] == 2 * small["hidden_size"]
 
 
 @pytest.mark.parametrize(
