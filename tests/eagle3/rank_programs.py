@@ -1,4 +1,5 @@
-"""What torchrun starts for `test_ranks`: `python rank_programs.py runs JSON`, or `... failing OPTIONS...`."""
+"""What torchrun starts for `test_ranks`, by `python rank_programs.py JOBS OPTIONS...`: the jobs, and then the command
+`train OPTIONS...`, which fails. All by one group, because starting torch takes longer than they do."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from typing import Any
 from unittest import mock
 
 from vllm_overlay.cli import main
+from vllm_overlay.eagle3 import training
 from vllm_overlay.eagle3.data import Corpus
-from vllm_overlay.eagle3.ranks import Ranks, join_ranks
-from vllm_overlay.eagle3.training import Settings, Trainer, train
+from vllm_overlay.eagle3.ranks import Ranks
+from vllm_overlay.eagle3.training import Result, Settings, Trainer, train
 from vllm_overlay.errors import OverlayError
 
 
@@ -51,18 +53,13 @@ def interrupted(stop_after: int | None) -> Iterator[None]:
 def do(job: Job, ranks: Ranks) -> None:
     features = tuple(job.settings["features"])
     settings = Settings(**{**job.settings, "features": features})
-    with interrupted(job.stop_after):
+    # Drawing the curve takes twice as long as such a run, and test_training looks at it.
+    with interrupted(job.stop_after), mock.patch.object(training, "plot_curve"):
         train([job.store], job.model, job.run, settings, ranks=ranks, resume=job.resume)
 
 
-def run_jobs(text: str) -> None:
-    with join_ranks("cpu") as ranks:
-        for facts in json.loads(text):
-            do(Job(**facts), ranks)
-
-
-def fail_on_the_second_rank(options: list[str]) -> int:
-    """The command line, where rank 1 cannot read its fifth record."""
+def fail_on_the_second_rank(*arguments: Any, **options: Any) -> Result:
+    """`train`, where rank 1 cannot read its fifth record."""
     read = Corpus.document
     count = 0
 
@@ -74,11 +71,20 @@ def fail_on_the_second_rank(options: list[str]) -> int:
         return read(self, entry)
 
     with mock.patch.object(Corpus, "document", read_or_fail):
+        return train(*arguments, **options)
+
+
+def do_jobs_and_fail(jobs: str, options: list[str]) -> int:
+    """The command line, in whose group of ranks the jobs are done before."""
+
+    def do_and_fail(*arguments: Any, ranks: Ranks, **named: Any) -> Result:
+        for facts in json.loads(jobs):
+            do(Job(**facts), ranks)
+        return fail_on_the_second_rank(*arguments, ranks=ranks, **named)
+
+    with mock.patch.object(training, "train", do_and_fail):
         return main(["train", *options])
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "runs":
-        run_jobs(sys.argv[2])
-    else:
-        sys.exit(fail_on_the_second_rank(sys.argv[2:]))
+    sys.exit(do_jobs_and_fail(sys.argv[1], sys.argv[2:]))

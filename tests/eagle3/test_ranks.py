@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -36,9 +36,17 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
+@dataclass(frozen=True)
+class Group:
+    """What two ranks left: a folder of runs, and what the command said that failed after them."""
+
+    runs: Path
+    status: int
+    stderr: str
+
+
 @pytest.fixture(scope="module")
-def runs(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs; those of two ranks by one torchrun, because starting torch twice takes longer than they do."""
+def group(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Group:
     folder = tmp_path_factory.mktemp("ranks")
 
     def job(name: str, settings: Settings = SETTINGS, resume: bool = False, stop_after: int | None = None) -> Job:
@@ -55,11 +63,20 @@ def runs(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPath
         job("two, then one", stop_after=6),
         job("two, single records", single),
     ]
-    done = torchrun(str(PROGRAM), "runs", json.dumps([asdict(job) for job in together]))
-    assert done.returncode == 0, done.stderr
-    assert "resuming" in done.stdout and done.stdout.count("self-test") == len(together)  # said once, not by each
+    done = torchrun(
+        str(PROGRAM), json.dumps([asdict(job) for job in together]), str(store_path), "--model", str(model_folder),
+        "-o", str(folder / "failed" / "run"), "--features", "0,2,3", "--batch-tokens", "64", "--steps", "50",
+        "--device", "cpu",
+    )  # fmt: skip
+    # Said once, not by each rank; the last self-test is of the command that fails.
+    assert "resuming" in done.stdout and done.stdout.count("self-test") == len(together) + 1, done.stderr
     do(job("two, then one", resume=True), alone("cpu"))
-    return folder
+    return Group(folder, done.returncode, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def runs(group: Group) -> Path:
+    return group.runs
 
 
 def curve(run: Path, kind: str = "train") -> torch.Tensor:
@@ -109,17 +126,13 @@ def test_a_rank_without_a_record_counts_nothing_and_waits_for_nobody(runs: Path)
     assert len(difference) == 10 and difference.abs().max() < TOLERANCE
 
 
-def test_an_error_of_one_rank_ends_all_with_its_message(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
-    done = torchrun(
-        str(PROGRAM), "failing", str(store_path), "--model", str(model_folder), "-o", str(tmp_path / "run"),
-        "--features", "0,2,3", "--batch-tokens", "64", "--steps", "50", "--device", "cpu",
-    )  # fmt: skip
-    assert done.returncode == 1
-    said, summary = done.stderr.split("Root Cause")
+def test_an_error_of_one_rank_ends_all_with_its_message(group: Group) -> None:
+    assert group.status == 1
+    said, summary = group.stderr.split("Root Cause")
     assert "vllm-overlay: error: rank 1 of 2: the fifth record cannot be read\n" in said
     assert said.count("vllm-overlay: error:") == 1 and "closed by peer" not in said
     assert "OverlayError: the fifth record cannot be read" in summary
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert [path.name for path in (group.runs / "failed").iterdir()] == ["run"]
 
 
 GROUP = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
