@@ -23,7 +23,7 @@ from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.model_shape import ModelShape, read_model_shape
 from vllm_overlay.offline.replica import ALONE, Plan, Replica, forget_launcher, share_out
-from vllm_overlay.store import REPLICA_PREFIX, Record, Store, find_stores
+from vllm_overlay.store import REPLICA_PREFIX, Record, Store, find_stores, is_store
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -103,9 +103,10 @@ def find_readable(store: Path, own: Path, plan: Plan) -> list[Path]:
     """The stores that may hold items of this replica's share: its own, and those of earlier runs.
 
     Not those of the other replicas of this run: they hold items of their own shares, and may be written by another
-    machine at this moment.
+    machine at this moment, so that nothing of them is opened.
     """
-    return [path for path in find_stores(store) if path == own or not path.name.endswith(f"-{plan.digest}")]
+    found = [store, *sorted(store.glob(f"{REPLICA_PREFIX}*"))]
+    return [path for path in found if (path == own or not path.name.endswith(f"-{plan.digest}")) and is_store(path)]
 
 
 def estimate_bytes(num_tokens: int, num_layers: int, hidden_size: int, itemsize: int) -> int:

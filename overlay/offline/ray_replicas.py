@@ -35,7 +35,7 @@ from vllm_overlay.offline.capture import (
     find_missing,
     switch_on,
 )
-from vllm_overlay.store import REPLICA_PREFIX, find_stores
+from vllm_overlay.store import REPLICA_PREFIX, find_stores, is_store
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -98,7 +98,8 @@ class EngineReplica:
 
         context = ray.get_runtime_context()
         actor = f"{REPLICA_PREFIX}ray-{context.get_actor_id()}"  # the same after a restart, also on another node
-        mine = [path for path in find_stores(Path(plan.store)) if path.name.startswith(actor)]
+        # Only these: another machine may be writing the others' at this moment.
+        mine = [path for path in sorted(Path(plan.store).glob(f"{actor}-*")) if is_store(path)]
         self._dataset = Dataset.open(plan.dataset)
         # Once: to read them for each batch takes longer the more there is, and the GPU waits.
         self._done = find_done(mine, list(self._dataset))

@@ -16,7 +16,7 @@ A store lives on a filesystem of one machine: SQLite's write-ahead log needs sha
 from __future__ import annotations
 
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
-from vllm_overlay.store.joined import REPLICA_PREFIX, JoinedStore, find_stores
+from vllm_overlay.store.joined import REPLICA_PREFIX, JoinedStore, find_stores, is_store
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.parts import Part
 from vllm_overlay.store.reader import Damage, Record, Store
@@ -38,6 +38,7 @@ __all__ = [
     "StoreSummary",
     "StoreWriter",
     "find_stores",
+    "is_store",
     "measure_norms",
     "summarize",
 ]

@@ -29,19 +29,25 @@ REPLICA_PREFIX = "replica-"
 def find_stores(folder: Path) -> list[Path]:
     """The stores in a folder: itself if it is one, then its replicas', by name. None if there is no such folder.
 
+    Raises StoreError as `is_store`.
+    """
+    with naming_path("read", folder):
+        found = [folder, *sorted(folder.glob(f"{REPLICA_PREFIX}*"))]
+    return [path for path in found if is_store(path)]
+
+
+def is_store(folder: Path) -> bool:
+    """Whether there is a store in just this folder.
+
     One whose writer has not come to its tables, or died before, is passed over with a warning: it has no records, and
     its next writer goes on with it. Raises StoreError if an index is no database.
     """
     with naming_path("read", folder):
-        found = [folder, *sorted(folder.glob(f"{REPLICA_PREFIX}*"))]
-        begun = [path for path in found if (path / INDEX_FILE).is_file()]
-    stores = []
-    for path in begun:
-        if lacks_tables(path):
-            _warn_of_no_tables(path)
-        else:
-            stores.append(path)
-    return stores
+        begun = (folder / INDEX_FILE).is_file()
+    if begun and lacks_tables(folder):
+        _warn_of_no_tables(folder)
+        return False
+    return begun
 
 
 @functools.cache

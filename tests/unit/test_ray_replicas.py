@@ -87,3 +87,13 @@ def test_a_replica_that_is_started_again_on_another_node_leaves_the_old_folder_a
     held = {path.name: len(Store(path)) for path in find_stores(Path(plan.store))}
     assert held == {"replica-ray-a0-n0": 3, "replica-ray-a0-n1": 1, "replica-ray-a1-n1": 1}
     assert read_tags(plan) == ["i0", "i1", "i2", "i3", "i4"]
+
+
+def test_a_replica_does_not_open_what_another_one_may_be_writing(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(plan.store) / "replica-ray-a1-n1"
+    other.mkdir(parents=True)
+    (other / "index.sqlite").write_text("in the middle of a write")
+    start(plan, monkeypatch, actor="a0", node="n0")({"data": np.array([0])})
+    assert len(Store(Path(plan.store) / "replica-ray-a0-n0")) == 1
