@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from vllm_overlay.check.installation import Installation
 from vllm_overlay.check.line import Line, Verdict
 from vllm_overlay.check.model import ModelFacts
 from vllm_overlay.check.rehearsal_options import RehearsalOptions
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.model_shape import ConfigError
 from vllm_overlay.rehearsal.bounded import run_bounded
+from vllm_overlay.rehearsal.defaults import DefaultsError, complete, read_defaults
 from vllm_overlay.rehearsal.depth import map_layer_ids
 from vllm_overlay.rehearsal.fields import Change, is_tower
 from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
@@ -30,12 +34,17 @@ def check_rehearsal(
         expected = "a time above 0, with an end"
         yield Line(_SUBJECT, "fails", expected, str(options.seconds), "give --rehearse-timeout seconds")
         return
+    code = facts.file.parent if options.trust_remote_code else None
     try:
-        small = shrink(facts.config)
-    except OverlayError as error:
+        config, unknown = _complete(facts, code, options.seconds)
+        small = shrink(config)
+    except ConfigError as error:
         yield Line(_SUBJECT, "fails", "sizes that can be made small", str(error))
         return
-    yield _describe_small(small, facts)
+    except OSError as error:
+        yield _describe_folder(error)
+        return
+    yield _describe_small(small, facts, unknown)
     is_cpu = installation.platform == "cpu"
     dtype = "float32" if is_cpu and not _has_linear_attention(facts) else "bfloat16"
     plan = RehearsalPlan(
@@ -47,11 +56,13 @@ def check_rehearsal(
         special_ids=small.special_ids,
     )
     layer_ids = map_layer_ids(ids, facts.num_hidden_layers, len(small.layers))
-    code = facts.file.parent if options.trust_remote_code else None
     try:
         outcome = run_bounded(small, plan, layer_ids, options.seconds, code)
     except OSError as error:
-        yield Line(_SUBJECT, "fails", "room in the temporary folder", str(error), "make room, or set TMPDIR")
+        yield _describe_folder(error)
+        return
+    except OverlayError as error:
+        yield Line(_SUBJECT, "fails", "a rehearsal that ends", str(error))
         return
     yield from _list_left_out(small, facts, num_ranks, plan, outcome)
     asked = (
@@ -60,10 +71,27 @@ def check_rehearsal(
     yield _describe_outcome(outcome, plan, f"layer ids {asked}", options.seconds)
 
 
-def _describe_small(small: Small, facts: ModelFacts) -> Line:
+def _complete(facts: ModelFacts, code: Path | None, seconds: float) -> tuple[Mapping[str, Any], str]:
+    """config.json with what its class adds of layers and sizes, or as it is and why nobody knows what that would be."""
+    try:
+        return complete(facts.config, read_defaults(facts.config, code, seconds)), ""
+    except DefaultsError as error:
+        return facts.config, str(error)
+
+
+def _describe_folder(error: OSError) -> Line:
+    return Line(_SUBJECT, "fails", "room in the temporary folder", str(error), "make room, or set TMPDIR")
+
+
+def _describe_small(small: Small, facts: ModelFacts, unknown: str) -> Line:
     found = f"{len(small.layers)} of {facts.num_hidden_layers} layers: {_join(small.layers)}, counted from 0"
     details = "\n".join(map(_describe_change, small.changes))
-    return Line("small model", "ok", "each kind of layer, little else", found, details=details)
+    expected = "each kind of layer, little else"
+    if unknown:
+        found = f"{found}; what the file leaves to its class cannot be read: {unknown}"
+        advice = "kinds of layers that only the class knows are not rehearsed"
+        return Line("small model", "warning", expected, found, advice, details)
+    return Line("small model", "ok", expected, found, details=details)
 
 
 def _describe_change(change: Change) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from vllm_overlay.errors import OverlayError
+from vllm_overlay.rehearsal.model_folder import write_model_folder
 from vllm_overlay.rehearsal.plan import (
     FOLDER_VARIABLE,
     LOG,
@@ -31,6 +31,8 @@ from vllm_overlay.rehearsal.shrink import Small
 from vllm_overlay.settings import PREFIX, SWITCH
 
 _TICK_S = 0.25
+# A killed process ends at once, unless it waits for a device or a network file system.
+_KILL_S = 10.0
 _LOG_LINES = 40
 # The user's own choices for a real run, which the rehearsal makes itself.
 _KEPT_SETTINGS = (f"{PREFIX}POLICY", f"{PREFIX}RELEASE")
@@ -42,7 +44,7 @@ def run_bounded(
     """Rehearse in a process of its own, ended with all that it started after so many seconds.
 
     `code` is a folder whose Python files belong to the model; None if none may be run. Errors: OSError where the
-    temporary folder takes no files.
+    temporary folder takes no files; OverlayError where a process outlives being killed.
     """
     until = time.monotonic() + seconds
     outcome = _run_once(small, plan, layer_ids, until, code)
@@ -56,12 +58,7 @@ def run_bounded(
 def _run_once(small: Small, plan: RehearsalPlan, layer_ids: Sequence[int], until: float, code: Path | None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-rehearsal-") as name:
         folder = Path(name)
-        model = folder / MODEL
-        model.mkdir()
-        Path(model, "config.json").write_text(json.dumps(small.config, indent=1), encoding="utf-8")
-        for file in code.glob("*.py") if code else ():
-            if file.is_file():
-                shutil.copy(file, model)
+        write_model_folder(folder / MODEL, small.config, code)
         plan.write(folder)
         # Nothing is written to it: the process reads its end, which comes however this one ends.
         ours, theirs = os.pipe()
@@ -108,8 +105,13 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     for child in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(started)
-    process.wait()
+    _, alive = psutil.wait_procs(started, timeout=_KILL_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
+    left = [one.pid for one in alive] + ([process.pid] if process.returncode is None else [])
+    if left:
+        pids = ", ".join(map(str, left))
+        raise OverlayError(f"processes {pids} of the rehearsal do not end though they were killed: look after them")
 
 
 def _read(folder: Path, status: int | None) -> Outcome:
@@ -137,6 +139,8 @@ def _make_environment(
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Where transformers copies a model's own Python files, which stay and may be taken for another model's.
+        "HF_MODULES_CACHE": str(folder / "modules"),
     }
     if plan.is_cpu:
         ours |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1"}

@@ -131,7 +131,9 @@ def _read_list(path: Path, value: list[Any], count: int, base: int, more: int) -
 
 def _read_objects(path: Path, value: Mapping[str, Any], count: int) -> Field | None:
     """An object for each layer, or for some, under its number (Gemma 4's, as transformers 5.19 saves them)."""
-    if not value or not all(re.fullmatch(r"[0-9]+", name) and int(name) < count for name in value):
+    if not value or not all(isinstance(one, Mapping) for one in value.values()):
+        return None
+    if not all(re.fullmatch(r"[0-9]+", name) and int(name) < count for name in value):
         return None
     by_layer = {int(name): one for name, one in value.items()}
     width = min(map(len, value))

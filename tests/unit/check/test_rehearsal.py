@@ -17,6 +17,8 @@ from vllm_overlay.check.line import Line
 from vllm_overlay.check.rehearsal_options import RehearsalOptions
 from vllm_overlay.check.report import Plan, check, write_report
 from vllm_overlay.cli import main
+from vllm_overlay.errors import OverlayError
+from vllm_overlay.rehearsal.defaults import DefaultsError
 from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
 
 RUN = Outcome("equal", model_class="LlamaForCausalLM", layers=4, records=5, rows=392, difference=1e-6, ranks=1)
@@ -35,6 +37,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
             return outcome
 
         monkeypatch.setattr(rehearsal, "run_bounded", run)
+        monkeypatch.setattr(rehearsal, "read_defaults", lambda config, code, seconds: config.get("text_config", config))
         return asked
 
     return give
@@ -67,6 +70,44 @@ def test_what_is_not_rehearsed_is_named(answer: Answer, write_config: WriteConfi
     for part in ("quantisation (awq)", "vision_config", "latent attention", "8 tensor-parallel ranks: run with 1"):
         assert part in line.found
     assert asked[0]["plan"].tensor_parallel_size == 2
+
+
+def test_a_class_that_cannot_be_read_is_told(
+    answer: Answer, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(RUN)
+
+    def refuse(config: Any, code: Any, seconds: float) -> Any:
+        raise DefaultsError("no class of that name")
+
+    monkeypatch.setattr(rehearsal, "read_defaults", refuse)
+    lines = lines_of(write_config(LLAMA))
+    assert (lines["small model"].verdict, lines["rehearsal"].verdict) == ("warning", "ok")
+    assert "no class of that name" in lines["small model"].found
+
+
+def test_kinds_of_layers_that_the_class_knows_are_kept(
+    answer: Answer, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(RUN)
+    types = (["sliding_attention"] * 5 + ["full_attention"]) * 5 + ["sliding_attention"] * 2
+    monkeypatch.setattr(rehearsal, "read_defaults", lambda config, code, seconds: {**LLAMA, "layer_types": types})
+    line = lines_of(write_config(LLAMA))["small model"]
+    assert line.verdict == "ok"
+    assert line.found == "6 of 32 layers: 0, 1, 2, 3, 4, 5, counted from 0"
+
+
+def test_processes_that_do_not_end_are_named(
+    answer: Answer, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(RUN)
+
+    def stay(*arguments: Any) -> Any:
+        raise OverlayError("processes 17 do not end")
+
+    monkeypatch.setattr(rehearsal, "run_bounded", stay)
+    line = lines_of(write_config(LLAMA))["rehearsal"]
+    assert (line.verdict, line.found) == ("fails", "processes 17 do not end")
 
 
 def test_a_model_that_dies(answer: Answer, write_config: WriteConfig) -> None:

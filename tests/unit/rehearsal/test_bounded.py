@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.unit.check.conftest import LLAMA
+from vllm_overlay.errors import OverlayError
 from vllm_overlay.rehearsal import bounded
 from vllm_overlay.rehearsal.plan import Outcome, RehearsalPlan
 from vllm_overlay.rehearsal.shrink import shrink
@@ -75,6 +76,19 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(
     assert [one.name for one in folder.iterdir()] == ["python"]
 
 
+def test_a_process_that_outlives_its_killing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits for a device."""
+    monkeypatch.setattr(bounded, "_KILL_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(bounded.os, "killpg", lambda pid, number: None)
+    try:
+        with pytest.raises(OverlayError, match=f"processes {process.pid} of the rehearsal do not end"):
+            bounded._end_all(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_that_ends_without_a_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_python(monkeypatch, folder, "import os, signal; print('last words', flush=True); os.kill(os.getpid(), 11)")
     outcome = run()
@@ -121,7 +135,8 @@ folder = sys.argv[3]
 facts = {name: os.environ.get(name) for name in ("VLLM_OVERLAY", "VLLM_OVERLAY_LAYERS", "VLLM_OVERLAY_SAMPLE",
          "VLLM_OVERLAY_POLICY", "VLLM_OVERLAY_CAPTURE")}
 facts["layers"] = json.load(open(folder + "/model/config.json"))["num_hidden_layers"]
-facts["inside"] = facts.pop("VLLM_OVERLAY_CAPTURE").startswith(folder)
+inside = (facts.pop("VLLM_OVERLAY_CAPTURE"), os.environ["HF_MODULES_CACHE"])
+facts["inside"] = all(one.startswith(folder) for one in inside)
 json.dump({"verdict": "equal", "reason": json.dumps(facts)}, open(folder + "/outcome.json", "w"))
 """
     replace_python(monkeypatch, folder, told)

@@ -245,6 +245,12 @@ def test_objects_by_the_number_of_their_layer() -> None:
     }
 
 
+def test_labels_are_of_no_layer() -> None:
+    labels = {str(label): f"LABEL_{label}" for label in range(6)}
+    small = shrink({**read("llama"), "id2label": labels})
+    assert (small.layers, small.config["id2label"]) == (FIRST_FOUR, labels)
+
+
 def test_blocks_that_are_each_another() -> None:
     """As DeciLM's: each has a width of its own, some no attention, and heads in a group that are not more than all."""
 
