@@ -154,6 +154,8 @@ def _advise(outcome: Outcome, plan: RehearsalPlan, seconds: float) -> str:
         return f"give it more than {seconds:.0f} s with --rehearse-timeout, or see where it hangs"
     if "trust_remote_code" in outcome.details and not plan.trust_remote_code:
         return "with --trust-remote-code the rehearsal runs the Python files beside config.json"
+    if "Free memory on device" in outcome.details:
+        return "a rehearsal takes a fifth of the device's memory, and others hold it: free some, or use another device"
     return "the real run would die so too, if it is not for what was made small: see `small model`"
 
 

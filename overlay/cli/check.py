@@ -8,10 +8,12 @@ import json
 import sys
 from pathlib import Path
 
+from vllm_overlay.check.rehearsal_options import SECONDS, RehearsalOptions
+from vllm_overlay.errors import OverlayError
+
 HELP = "Say before the long load what will happen with a model on the installed vLLM"
 
 _TOKENS = 1_000_000
-_SECONDS = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rehearse-timeout",
         metavar="SECONDS",
         type=float,
-        default=_SECONDS,
-        help=f"when a rehearsal that has not ended is ended, with its processes (default: {_SECONDS:.0f})",
+        help=f"when a rehearsal that has not ended is ended, with its processes (default: {SECONDS:.0f})",
     )
     parser.add_argument(
         "--trust-remote-code",
@@ -50,10 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_overlay.check.rehearsal_options import RehearsalOptions
     from vllm_overlay.check.report import Plan, check, describe_failure, write_report
 
-    rehearsal = RehearsalOptions(args.rehearse_timeout, args.trust_remote_code) if args.rehearse else None
+    given = {"--rehearse-timeout": args.rehearse_timeout is not None, "--trust-remote-code": args.trust_remote_code}
+    lone = next((option for option, is_given in given.items() if is_given and not args.rehearse), None)
+    if lone is not None:
+        raise OverlayError(f"{lone} is of a rehearsal, which is not asked for: add --rehearse, or leave it out")
+    seconds = SECONDS if args.rehearse_timeout is None else args.rehearse_timeout
+    rehearsal = RehearsalOptions(seconds, args.trust_remote_code) if args.rehearse else None
 
     # Reading makes hundreds of thousands of syntax nodes and no garbage: looking for some takes a third of the time.
     gc.disable()

@@ -128,12 +128,13 @@ def test_a_model_that_dies(answer: Answer, write_config: WriteConfig) -> None:
         (Outcome("wrong", "layer ids 1 and 2 hold the same states"), "fails", "report this"),
         (Outcome("died", "no end in time", timed_out=True), "fails", "--rehearse-timeout"),
         (Outcome("died", "ValueError", "please set `trust_remote_code=True`"), "fails", "--trust-remote-code"),
+        (Outcome("died", "ValueError", "Free memory on device (1.0/139.8 GiB) is less"), "fails", "others hold it"),
         (Outcome("consistent", "this transformers has no class for it"), "ok", ""),
         (Outcome("consistent", "0.2 away", difference=0.2), "warning", "another model"),
         (Outcome("consistent", "vLLM's own", weights_failed="KeyError: 'odd.weight'"), "warning", "load_weights"),
         (Outcome("died", "no end in time", weights_failed="KeyError: 'odd.weight'"), "fails", "real run"),
     ],
-    ids=["wrong", "hangs", "remote code", "consistent", "away", "weights", "both"],
+    ids=["wrong", "hangs", "remote code", "memory", "consistent", "away", "weights", "both"],
 )
 def test_verdicts(outcome: Outcome, verdict: str, text: str, answer: Answer, write_config: WriteConfig) -> None:
     answer(outcome)
@@ -162,6 +163,14 @@ def test_the_command(
     assert (asked[0]["seconds"], asked[0]["code"]) == (17.0, folder)
     answer(RUN)
     assert main(words[:3]) == 0
+
+
+@pytest.mark.parametrize("words", [["--rehearse-timeout", "17"], ["--trust-remote-code"]])
+def test_options_of_a_rehearsal_that_is_not_asked_for(
+    words: list[str], write_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(write_config(LLAMA)), *words]) == 1
+    assert f"{words[0]} is of a rehearsal" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
