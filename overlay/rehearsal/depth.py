@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_overlay.rehearsal.fields import Path, list_parts
+from vllm_overlay.rehearsal.fields import FieldPath, list_parts
 
 FEWEST_LAYERS = 4
 MOST_LAYERS = 12
@@ -44,7 +44,7 @@ _PATTERN = re.compile(r"pattern$")
 class Field:
     """A field that says something of each layer: `kinds` for each, and its value for the layers that are kept."""
 
-    path: Path
+    path: FieldPath
     kinds: tuple[str, ...]
     keep: Callable[[Sequence[int]], Any]
     is_period: bool = False
@@ -87,7 +87,7 @@ def map_layer_ids(ids: Sequence[int], count: int, kept: int) -> tuple[int, ...]:
     return (*asked, *(layer_id for layer_id in range(kept + 1) if layer_id not in asked))
 
 
-def _list_part(path: Path, part: Mapping[str, Any], count: int) -> Iterator[Field]:
+def _list_part(path: FieldPath, part: Mapping[str, Any], count: int) -> Iterator[Field]:
     base = _find_base(part, count)
     for name, value in part.items():
         field = _read_field((*path, name), value, count, base, part)
@@ -95,7 +95,7 @@ def _list_part(path: Path, part: Mapping[str, Any], count: int) -> Iterator[Fiel
             yield field
 
 
-def _read_field(path: Path, value: Any, count: int, base: int, part: Mapping[str, Any]) -> Field | None:
+def _read_field(path: FieldPath, value: Any, count: int, base: int, part: Mapping[str, Any]) -> Field | None:
     name = path[-1]
     if isinstance(value, list):
         return _read_list(path, value, count, base, _count_predicting(part))
@@ -119,7 +119,7 @@ def _read_field(path: Path, value: Any, count: int, base: int, part: Mapping[str
     return None
 
 
-def _read_list(path: Path, value: list[Any], count: int, base: int, more: int) -> Field | None:
+def _read_list(path: FieldPath, value: list[Any], count: int, base: int, more: int) -> Field | None:
     if count <= len(value) <= count + more:
         # Those above the count predict further tokens; they stay where they are, at the end.
         kinds = tuple(_name_kind(one) for one in value[:count])
@@ -129,7 +129,7 @@ def _read_list(path: Path, value: list[Any], count: int, base: int, more: int) -
     return None
 
 
-def _read_objects(path: Path, value: Mapping[str, Any], count: int) -> Field | None:
+def _read_objects(path: FieldPath, value: Mapping[str, Any], count: int) -> Field | None:
     """An object for each layer, or for some, under its number (Gemma 4's, as transformers 5.19 saves them)."""
     if not value or not all(isinstance(one, Mapping) for one in value.values()):
         return None
@@ -162,7 +162,7 @@ def _count_predicting(part: Mapping[str, Any]) -> int:
     return max(1, said) if isinstance(said, int) else 1
 
 
-def _read_text(path: Path, value: str, count: int, base: int) -> Field | None:
+def _read_text(path: FieldPath, value: str, count: int, base: int) -> Field | None:
     if _PATTERN.search(path[-1]) and len(value) == count:
         return Field(path, tuple(value), lambda kept: "".join(value[layer] for layer in kept))
     if _INDICES.search(path[-1]) and re.fullmatch(r"\d+(,\d+)*", value):
@@ -171,7 +171,9 @@ def _read_text(path: Path, value: str, count: int, base: int) -> Field | None:
     return None
 
 
-def _read_indices(path: Path, found: Sequence[int], count: int, base: int, write: Callable[[list[int]], Any]) -> Field:
+def _read_indices(
+    path: FieldPath, found: Sequence[int], count: int, base: int, write: Callable[[list[int]], Any]
+) -> Field:
     def keep(kept: Sequence[int]) -> Any:
         return write([place + base for place, layer in enumerate(kept) if layer + base in found])
 

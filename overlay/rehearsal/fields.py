@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Path = tuple[str, ...]
+FieldPath = tuple[str, ...]
 
 _TOWER = re.compile(r"^(vision|visual|vit|audio|speech|sound|image|video|perceiver|dac|vae)", re.IGNORECASE)
 # What is inside says nothing of the text model's sizes, or says it in units of a head.
@@ -29,7 +29,7 @@ def is_tower(name: str, value: Any) -> bool:
     return isinstance(value, Mapping) and _TOWER.search(name) is not None
 
 
-def list_parts(text: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+def list_parts(text: Mapping[str, Any], path: FieldPath = ()) -> Iterator[tuple[FieldPath, Mapping[str, Any]]]:
     """The text model's configuration and the objects in it that are about the text model too."""
     yield path, text
     for name, value in text.items():
@@ -37,7 +37,7 @@ def list_parts(text: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path,
             yield from list_parts(value, (*path, name))
 
 
-def set_at(config: dict[str, Any], path: Path, value: Any) -> None:
+def set_at(config: dict[str, Any], path: FieldPath, value: Any) -> None:
     """Set a field of a configuration that is ours."""
     for name in path[:-1]:
         config = config[name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, ConfigError, read_size
-from vllm_overlay.rehearsal.fields import Path, list_parts
+from vllm_overlay.rehearsal.fields import FieldPath, list_parts
 
 HEADS = 4
 KV_HEADS = 2
@@ -73,7 +73,7 @@ def read_sizes(text: Mapping[str, Any]) -> Sizes:
     return Sizes(hidden, heads, min(hidden, small_hidden), small_heads)
 
 
-def list_small_sizes(text: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[Path, Any]]:
+def list_small_sizes(text: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[FieldPath, Any]]:
     """Each field that has another value in the small model, and the value."""
     for path, part in list_parts(text):
         for name, value in part.items():
