@@ -112,6 +112,67 @@ def write_tiny_mixtral(folder: Path, *, layers: int = 4, seed: int = 0) -> Path:
     return folder
 
 
+def write_tiny_gemma2(folder: Path, *, layers: int = 4, window: int = 32, seed: int = 0) -> Path:
+    """A random Gemma 2 in float32, hidden 128: layers that see `window` tokens, and every second one that sees all.
+
+    No caps on logits: transformers' default attention leaves them out.
+    """
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        hidden_act="gelu_pytorch_tanh",  # beside transformers' hidden_activation: vLLM before 0.18 reads this
+        query_pre_attn_scalar=64,
+        sliding_window=window,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        pad_token_id=0,
+        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        eos_token_id=END_OF_TURN,
+        dtype="float32",
+    )
+    save_random(Gemma2ForCausalLM, config, folder, seed)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_tiny_gemma4(folder: Path, *, layers: int = 4, window: int = 32, seed: int = 0) -> Path:
+    """As Gemma 2, with heads of 32 in the layers that see `window` tokens and of 64 in the others (transformers 5)."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=64,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        sliding_window=window,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=32,
+        max_position_embeddings=512,
+        initializer_range=0.05,
+        pad_token_id=0,
+        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        eos_token_id=END_OF_TURN,
+        dtype="float32",
+    )
+    save_random(Gemma4ForCausalLM, config, folder, seed)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Latent:
     """The sizes of multi-head latent attention."""

@@ -50,6 +50,7 @@ def run(folder: Path, model: Path, runner: str, capture: dict[str, str]) -> list
 
 @pytest.mark.parametrize("runner", list(RUNNERS))
 def test_states_and_text(runner: str, tmp_path: Path, model: Path) -> None:
+    """CASES 8: full graphs pad their steps; a padding row that was stored would move every row behind it."""
     plain = run(tmp_path / "plain", model, runner, {})
     on = {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"), "VLLM_OVERLAY_LAYERS": "0,2,4,8"}
     captured = run(tmp_path / "captured", model, runner, on)

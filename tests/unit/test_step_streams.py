@@ -311,6 +311,7 @@ STREAMS = st.builds(Stream, setups(), ACTION_LISTS, st.booleans())
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(STREAMS)
 def test_any_stream_of_steps_gives_every_position_the_state_computed_for_it(stream: Stream) -> None:
+    """CASES 5 and 8 among them: each buffer has three rows of graph padding behind those of the step."""
     play(stream)
 
 

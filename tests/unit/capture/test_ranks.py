@@ -10,8 +10,9 @@ STAGES = ((0, 2), (2, 3), (3, 6))
 
 
 def test_the_first_tensor_parallel_rank_captures_all() -> None:
-    assert find_share((6, 0), Place(0, 0, ((0, 6),))) == Share((0, 1), 0, 1)
-    assert find_share((6, 0), Place(1, 0, ((0, 6),))) is None
+    """CASES 12: of four."""
+    shares = [find_share((6, 0), Place(rank, 0, ((0, 6),))) for rank in range(4)]
+    assert shares == [Share((0, 1), 0, 1), None, None, None]
 
 
 @pytest.mark.parametrize(
