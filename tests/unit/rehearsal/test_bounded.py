@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -25,13 +24,6 @@ PLAN = RehearsalPlan("float32", 1, True, False, True, ())
 HANGS = (
     "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {mark!r}])"
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the rehearsals' folders are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ OF_CLASS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "layer_types": [("full" if layer % 6 == 5 else "sliding") + "_attention" for layer in range(34)],
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the temporary folders are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
