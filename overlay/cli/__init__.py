@@ -19,10 +19,10 @@ from vllm_overlay.errors import OverlayError
 COMMANDS = ("status", "check", "prepare", "capture", "inspect", "convert", "copy", "train", "export", "evaluate")
 WITH_ENGINE_OPTIONS = ("status", "prepare", "capture", "evaluate")
 
-# They write beside their output and remove that if they are ended. Not those that run an engine, for which vLLM has
-# handlers of its own, nor `train`: torchrun ends its ranks by SIGTERM, and no handler of Python's runs in one that
-# waits for another.
-CLEANING_UP_AT_SIGTERM = ("inspect", "convert", "copy", "export")
+# They write beside their output, or rehearse in a temporary folder, and remove that if they are ended. Not those that
+# run an engine themselves, for which vLLM has handlers of its own, nor `train`: torchrun ends its ranks by SIGTERM, and
+# no handler of Python's runs in one that waits for another.
+CLEANING_UP_AT_SIGTERM = ("check", "inspect", "convert", "copy", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,27 @@ def test_a_temporary_folder_that_is_not_there(
     line = lines_of(write_config(LLAMA))["rehearsal"]
     assert (line.verdict, line.advice) == ("fails", "make room, or set TMPDIR")
     assert str(tmp_path / "gone") in line.found
+
+
+@pytest.mark.parametrize("stage", ["class_config", "run"])
+def test_a_check_that_is_ended_leaves_no_folder(
+    stage: str, write_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while the configuration's class is asked, and while the small model runs."""
+    folders, program = tmp_path / "folders", tmp_path / "python"
+    folders.mkdir()
+    text = f"""#!{sys.executable}
+import os, shutil, signal, sys, time
+if sys.argv[2].endswith("{stage}"):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+shutil.copy(sys.argv[3] + "/config.json", sys.argv[4])
+"""
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", str(write_config(LLAMA)), "--rehearse"])
+    assert exit_.value.code == 143
+    assert list(folders.iterdir()) == []
