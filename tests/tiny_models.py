@@ -18,6 +18,19 @@ CHATML = (
 """No generation markers, nothing rewritten."""
 
 
+# What the models here with two heads and one key-value head share.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "bos_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+    "eos_token_id": END_OF_TURN,
+    "dtype": "float32",
+}
+
+
 def characters() -> list[str]:
     """The tokens after the special ones: newline, printable ASCII, and accented letters to fill the vocabulary."""
     printable = ["\n", *map(chr, range(32, 127))]
@@ -58,19 +71,12 @@ def write_tiny_llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=192,
+        **SMALL,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        intermediate_size=192,
         head_dim=64,
-        max_position_embeddings=512,
         initializer_range=spread,
         tie_word_embeddings=False,
-        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
-        eos_token_id=END_OF_TURN,
-        dtype="float32",
     )
     save_random(LlamaForCausalLM, config, folder, seed)
     tiny_tokenizer(chat_template).save_pretrained(folder)
@@ -92,20 +98,13 @@ def write_tiny_mixtral(folder: Path, *, layers: int = 4, seed: int = 0) -> Path:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=128,
+        **SMALL,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        intermediate_size=128,
         head_dim=64,
         num_local_experts=4,
         num_experts_per_tok=2,
-        max_position_embeddings=512,
         initializer_range=0.05,
-        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
-        eos_token_id=END_OF_TURN,
-        dtype="float32",
     )
     save_random(MixtralForCausalLM, config, folder, seed)
     tiny_tokenizer().save_pretrained(folder)
@@ -120,24 +119,17 @@ def write_tiny_gemma2(folder: Path, *, layers: int = 4, window: int = 32, seed: 
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=192,
+        **SMALL,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        intermediate_size=192,
         head_dim=64,
         hidden_act="gelu_pytorch_tanh",  # beside transformers' hidden_activation: vLLM before 0.18 reads this
         query_pre_attn_scalar=64,
         sliding_window=window,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
-        max_position_embeddings=512,
         initializer_range=0.05,
         pad_token_id=0,
-        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
-        eos_token_id=END_OF_TURN,
-        dtype="float32",
     )
     save_random(Gemma2ForCausalLM, config, folder, seed)
     tiny_tokenizer().save_pretrained(folder)
@@ -149,24 +141,17 @@ def write_tiny_gemma4(folder: Path, *, layers: int = 4, window: int = 32, seed: 
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=192,
+        **SMALL,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        intermediate_size=192,
         head_dim=32,
         global_head_dim=64,
         layer_types=["sliding_attention", "full_attention"] * (layers // 2),
         sliding_window=window,
         vocab_size_per_layer_input=VOCAB_SIZE,
         hidden_size_per_layer_input=32,
-        max_position_embeddings=512,
         initializer_range=0.05,
         pad_token_id=0,
-        bos_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
-        eos_token_id=END_OF_TURN,
-        dtype="float32",
     )
     save_random(Gemma4ForCausalLM, config, folder, seed)
     tiny_tokenizer().save_pretrained(folder)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "generate.py"
 # What a host's installation of vLLM needs to run at all.
 OF_THE_HOST = ("VLLM_USE_FLASHINFER_SAMPLER",)
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
+
+
+def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
+    """A prompt of `length` random tokens that begins with `prefix`."""
+    generator = random.Random(seed)
+    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,15 @@ class Reference:
         """The model's own logits, `[tokens, vocabulary]`."""
         logits: torch.Tensor = self.model(token_ids[None]).logits[0]
         return logits
+
+
+def list_processes(variable: str, value: str) -> list[str]:
+    """The processes that were started with this value of an environment variable and live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+        except psutil.Error:  # It ended while we looked, or is another user's.
+            continue
+    return found

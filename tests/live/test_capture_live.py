@@ -5,14 +5,13 @@ One engine with a token budget that cuts prompts (chunked prefill), prefix cachi
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.live.runs import Answer, Batch, Reference, run_script
+from tests.live.runs import Answer, Batch, Reference, make_prompt, run_script
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.store import Store, summarize
 
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.live
 
 LAYERS = 8
 TOLERANCE = 1e-4
-
-
-def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
-    generator = random.Random(seed)
-    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 PREFIX = make_prompt(0, 16)

@@ -6,7 +6,6 @@ The cases that any engine shows are test_capture_live's.
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.live.runs import ENGINE, Answer, Batch, Reference, run_python
+from tests.live.runs import ENGINE, Answer, Batch, Reference, make_prompt, run_python
 from tests.tiny_models import (
     FOR_GPU_KERNELS,
     write_tiny_deepseek,
@@ -40,11 +39,6 @@ LATENT_ON_CPU = VLLM in SpecifierSet(">=0.28")
 BLOCKS_OF_TWO_SIZES = VLLM in SpecifierSet(">=0.32")
 LAYERS = 4
 TOLERANCE = 1e-4
-
-
-def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
-    generator = random.Random(seed)
-    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 # More than two blocks of 32, and more than a window of 32.

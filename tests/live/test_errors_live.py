@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.live.runs import ENGINE, clean_environment
+from tests.live.runs import ENGINE, clean_environment, list_processes
 from tests.live.server import find_port, wait_until_ready
 from tests.tiny_models import write_tiny_llama
 
@@ -71,20 +70,9 @@ def fail(folder: Path, model: Path, variables: dict[str, str], **engine: Any) ->
 def find_processes(mark: str, patience_s: float = 10.0) -> list[str]:
     """The processes of a run that live on after it, with some time to end."""
     until = time.monotonic() + patience_s
-    while (left := _list_marked(mark)) and time.monotonic() < until:
+    while (left := list_processes(MARK, mark)) and time.monotonic() < until:
         time.sleep(0.2)
     return left
-
-
-def _list_marked(mark: str) -> list[str]:
-    marked = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                marked.append(f"{process.pid}: {' '.join(process.cmdline())}")
-        except psutil.Error:  # It ended while we looked, or is another user's.
-            continue
-    return marked
 
 
 def expect(told: Told, kind: str, text: str, *, rank: int, function: str) -> None:

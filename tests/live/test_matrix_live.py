@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.live.runs import ENGINE, Answer, Batch, Reference, run_python
+from tests.live.runs import ENGINE, Answer, Batch, Reference, make_prompt, run_python
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.store import Store
 
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.live
 SCRIPTS = Path(__file__).parent / "scripts"
 LAYERS = 4
 TOLERANCE = 1e-4
-
-
-def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
-    generator = random.Random(seed)
-    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 PREFIX = make_prompt(0, 36)

@@ -7,7 +7,6 @@ And data parallel: each replica writes the requests that it got, whole.
 from __future__ import annotations
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.runs import Answer, Batch, Reference, clean_environment, run_script
+from tests.live.runs import Answer, Batch, Reference, clean_environment, make_prompt, run_script
 from tests.live.server import ask, find_port, wait_until_ready
 from tests.tiny_models import write_tiny_llama, write_tiny_mixtral
 from vllm_overlay.store import Store, summarize
@@ -37,11 +36,6 @@ RANKS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2, **TRACED},
 }
-
-
-def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
-    generator = random.Random(seed)
-    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 PREFIX = make_prompt(0, 40)

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.live.runs import clean_environment
+from tests.live.runs import clean_environment, list_processes
 
 pytestmark = pytest.mark.live
 
@@ -65,7 +64,7 @@ def rehearse(folder: Path, words: dict[str, list[str]], variables: dict[str, str
     environment = clean_environment({MARK: str(folder), **variables})
     running = {name: start(name, folder, more, environment) for name, more in words.items()}
     done = {name: (process.communicate(timeout=400)[0], process.returncode) for name, process in running.items()}
-    assert list_left(str(folder)) == []
+    assert list_processes(MARK, str(folder)) == []
     return {name: (status, json.loads(text)) for name, (text, status) in done.items()}
 
 
@@ -81,17 +80,6 @@ def start(name: str, folder: Path, words: list[str], environment: dict[str, str]
     command = [sys.executable, "-m", "vllm_overlay.cli", "check", *words, "--rehearse", "--json"]
     log = (folder / f"{name}.log").open("w")
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
-
-
-def list_left(mark: str) -> list[str]:
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(f"{process.pid}: {' '.join(process.cmdline())}")
-        except psutil.Error:  # It ended while we looked, or is another user's.
-            continue
-    return left
 
 
 def find_line(report: dict[str, Any], subject: str) -> dict[str, str]:

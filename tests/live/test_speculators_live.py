@@ -8,7 +8,6 @@ computes in float32, so what is left is the rounding of the activations: 8 bits,
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file
 
-from tests.live.runs import Reference, run_python
+from tests.live.runs import Reference, make_prompt, run_python
 from tests.tiny_models import write_tiny_deepseek, write_tiny_llama
 from vllm_overlay.compat.packages import find_lack
 
@@ -50,11 +49,6 @@ ON_A_SMALL_CPU = {
     # 0.11 packs experts for AVX-512 otherwise, and refuses where there is none.
     "VLLM_CPU_MOE_PREPACK": "0",
 }
-
-
-def make_prompt(seed: int, length: int, prefix: list[int] | None = None) -> list[int]:
-    generator = random.Random(seed)
-    return [*(prefix or []), *(generator.randrange(4, 128) for _ in range(length - len(prefix or [])))]
 
 
 PREFIX = make_prompt(0, 32)
