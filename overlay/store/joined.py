@@ -27,7 +27,7 @@ REPLICA_PREFIX = "replica-"
 
 
 def find_stores(folder: Path) -> list[Path]:
-    """The stores in a folder: itself if it is one, then its replicas', by name. None if there is no such folder.
+    """The stores in a folder: itself if it is one, then its replicas', by name; an empty list if there is no folder.
 
     Raises StoreError as `is_store`.
     """
