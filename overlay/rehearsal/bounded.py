@@ -95,7 +95,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, until: float) -> int |
 
 def _end_all(process: subprocess.Popen[bytes]) -> None:
     """End the process, if it lives, and whatever it has started: all are of its session, and most of its group."""
-    import psutil  # type: ignore[import-untyped]  # vLLM requires it
+    import psutil  # vLLM requires it
 
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -229,7 +229,7 @@ def describe(error: BaseException) -> str:
 
 def end_with_caller(pipe: int, folder: Path) -> None:
     """When the caller ends, end this process and the workers, which are of its group; the folder is the caller's."""
-    import psutil  # type: ignore[import-untyped]  # vLLM requires it
+    import psutil  # vLLM requires it
 
     os.read(pipe, 1)
     # The workers first: they write into the folder.
