@@ -54,7 +54,7 @@ def list_marked(mark: str) -> list[int]:
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = f"mark-of-{tmp_path.name}"
     text = HANGS.format(mark=mark)
@@ -66,6 +66,8 @@ def test_a_process_that_hangs_is_ended_with_what_it_started(
     assert outcome.details == "I hang"
     assert list_marked(mark) == []
     assert [one.name for one in folder.iterdir()] == ["python"]
+    # The bar, which a log keeps each time that it is drawn.
+    assert 1 <= capsys.readouterr().err.count("of at most") <= 2
 
 
 def test_a_process_that_outlives_its_killing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
