@@ -12,7 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", required=True, metavar="DIR", help="folder of the checkpoint; must not exist or be empty"
     )
-    parser.add_argument("--format", choices=["vllm"], default="vllm", help="vllm: a plain config.json (default: vllm)")
+    parser.add_argument(
+        "--format",
+        choices=["vllm", "speculators"],
+        default="vllm",
+        help="vllm: a plain config.json; speculators: that of speculators 0.9 (default: vllm)",
+    )
     parser.add_argument(
         "--checkpoint", default="best", help="best (on held-out records), last, untrained, or a step (default: best)"
     )
@@ -27,5 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vllm_overlay.eagle3.export import export_run
 
-    print(export_run(args.run_folder, args.output, checkpoint=args.checkpoint, dtype=args.dtype))
+    output = export_run(args.run_folder, args.output, format=args.format, checkpoint=args.checkpoint, dtype=args.dtype)
+    print(output)
     return 0

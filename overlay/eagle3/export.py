@@ -1,4 +1,4 @@
-"""A trained draft as the checkpoint that vLLM 0.16 to 0.33 loads: a plain Llama config.json and model.safetensors."""
+"""A trained draft as a checkpoint: a plain Llama config.json, which vLLM 0.16 to 0.33 loads, or speculators' form."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from vllm_overlay.eagle3.draft import DraftConfig
 from vllm_overlay.eagle3.run_folder import RunFolder
+from vllm_overlay.eagle3.speculators_format import (
+    refuse_what_speculators_cannot_hold,
+    speculators_config,
+    speculators_tensors,
+)
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary
 from vllm_overlay.errors import OverlayError
 
@@ -23,29 +28,36 @@ LATER_NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # absent where not u
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export_run(run: str | Path, output: str | Path, *, checkpoint: str = "best", dtype: str = "auto") -> Path:
+def export_run(
+    run: str | Path, output: str | Path, *, format: str = "vllm", checkpoint: str = "best", dtype: str = "auto"
+) -> Path:
     """Write the draft of a run to `output`, which must not exist or be empty; it appears whole or not at all.
 
-    checkpoint: "best", "last", "untrained" or a step. dtype: of the file's weights; "auto" is the target's.
-    Raises OverlayError: no such run or checkpoint, an output folder in use.
+    format: "vllm", a plain config.json, or "speculators". checkpoint: "best", "last", "untrained" or a step.
+    dtype: of the file's weights; "auto" is the target's.
+    Raises OverlayError: no such run or checkpoint, an output folder in use, a draft that the format cannot hold.
     """
     folder, output = RunFolder.open(run), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OverlayError(f"{output}: is not empty; choose another folder")
     source = folder.find_checkpoint(checkpoint)
     facts = folder.config
+    if format == "speculators":
+        refuse_what_speculators_cannot_hold(facts["draft"])
     dtype = facts["target"]["dtype"] if dtype == "auto" else dtype
     tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(str(source / "draft.safetensors")).items()}
     vocabulary = DraftVocabulary.load(folder.path / "vocabulary.safetensors")
     if not vocabulary.is_full:  # a full vocabulary maps to itself, and vLLM has no place for a map then
         tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+    config = vllm_config(facts, dtype, step=json.loads((source / "state.json").read_text())["step"])
+    if format == "speculators":
+        config, tensors = speculators_config(config, facts), speculators_tensors(tensors)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         temporary.chmod(0o755)
         save_file(tensors, str(temporary / "model.safetensors"), metadata={"format": "pt"})
-        config = vllm_config(facts, dtype, step=json.loads((source / "state.json").read_text())["step"])
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         temporary.replace(output)
     except BaseException:

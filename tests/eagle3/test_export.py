@@ -150,3 +150,60 @@ def test_an_exported_draft_is_the_trained_one(run: Path, model_folder: Path, tmp
         load_draft(output, target.embed_tokens[:100])
     with pytest.raises(OverlayError, match="no exported draft here"):
         load_draft(run, target.embed_tokens)
+
+
+def test_the_form_of_speculators(run: Path, tmp_path: Path) -> None:
+    """Names and fields as speculators 0.9 writes them; nothing is left to a default that readers differ on."""
+    plain, output = export_run(run, tmp_path / "plain"), export_run(run, tmp_path / "draft", format="speculators")
+    tensors, named_by_us = (load_file(str(path / "model.safetensors")) for path in (output, plain))
+    assert set(tensors) == {name.replace("midlayer", "layers.0") for name in ALWAYS} | {"d2t", "t2d"}
+    assert all(torch.equal(named_by_us[name.replace("layers.0", "midlayer")], kept) for name, kept in tensors.items())
+    config = json.loads((output / "config.json").read_text())
+    assert (config["speculators_model_type"], config["architectures"]) == ("eagle3", ["Eagle3Speculator"])
+    assert config["norm_before_residual"] is False and config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
+    assert (config["draft_vocab_size"], config["target_hidden_size"]) == (16, 32)
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["vocab_size"], layer["num_hidden_layers"]) == ("llama", 128, 1)
+    assert config["tie_word_embeddings"] is False and layer["tie_word_embeddings"] is False
+    assert layer["vllm_overlay"] == config["vllm_overlay"]
+    assert config["speculators_config"] == {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SETTINGS.ttt_steps}],
+        "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": 16}, "--hidden-size 16: the target's hidden size is 32"),
+        ({"norm_before_fc": True, "fc_norm": True}, "--norm-before-fc and --fc-norm"),
+    ],
+)
+def test_what_speculators_cannot_hold_is_refused(
+    run_with: Callable[..., Path], tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(OverlayError, match=named):
+        export_run(run_with(**changes), tmp_path / "draft", format="speculators")
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "fc_norm": True, "norm_output": True}])
+def test_vllm_reads_of_it_what_the_plain_form_says(
+    run_with: Callable[..., Path], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    parser = pytest.importorskip("vllm.transformers_utils.configs.speculators.base").SpeculatorsConfig
+    path = run_with(**changes)
+    plain = json.loads((export_run(path, tmp_path / "plain") / "config.json").read_text())
+    output = export_run(path, tmp_path / "draft", format="speculators")
+    config = parser.from_pretrained(str(output))
+    assert config.architectures == ["Eagle3LlamaForCausalLM"] and config.target_hidden_size == 32
+    for name in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "draft_vocab_size", "rms_norm_eps", "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "vllm_overlay",
+    ):  # fmt: skip
+        assert getattr(config, name) == plain[name], name
+    written = json.loads((output / "config.json").read_text())
+    assert {name: written[name] for name in changes} == changes
+    assert parser.extract_vllm_speculative_config(written)["num_speculative_tokens"] == SETTINGS.ttt_steps
