@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+# The longest sequence of the rehearsal, and the tokens that its prompts are made of.
+MAX_LENGTH = 256
+TOKENS = range(8, 250)
 # Where the small model and all that is written of it lies; known to every process of the rehearsal.
 FOLDER_VARIABLE = "_VLLM_OVERLAY_REHEARSAL"
 

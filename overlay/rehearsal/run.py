@@ -22,10 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.rehearsal.plan import MODEL, STORE, Outcome, RehearsalPlan, note_stage, read_plan, read_stage
+from vllm_overlay.rehearsal.plan import (
+    MAX_LENGTH,
+    MODEL,
+    STORE,
+    TOKENS,
+    Outcome,
+    RehearsalPlan,
+    note_stage,
+    read_plan,
+    read_stage,
+)
 
 NEW_TOKENS = 6
-MAX_LENGTH = 256
 # Less than the longest prompt: its rows come in two steps.
 MAX_BATCHED_TOKENS = 128
 # More than a block of vLLM's KV cache on a CPU.
@@ -129,7 +138,7 @@ def _count_ranks(plan: RehearsalPlan) -> int:
 
 def _list_prompts(special_ids: Sequence[int]) -> list[list[list[int]]]:
     """The prompts of each call, of tokens that have no meaning of their own."""
-    free = [token for token in range(8, 250) if token not in special_ids]
+    free = [token for token in TOKENS if token not in special_ids]
     prefix = [free[7 * place % len(free)] for place in range(PREFIX)]
     return [
         [_make_prompt(prefix, length, 10 * call + place, free) for place, length in enumerate(lengths)]

@@ -14,11 +14,14 @@ from typing import Any
 from vllm_overlay.model_shape import LAYERS, ConfigError, find_text_config, read_size
 from vllm_overlay.rehearsal.depth import choose_layers, list_fields
 from vllm_overlay.rehearsal.fields import Change, copy_of, is_tower, list_changes, set_at
+from vllm_overlay.rehearsal.plan import MAX_LENGTH, TOKENS
 from vllm_overlay.rehearsal.towers import shrink_tower
 from vllm_overlay.rehearsal.widths import VOCABULARY, list_small_sizes, read_sizes
 
 QUANTISED = ("quantization_config", "compression_config")
 
+# What the rehearsal's prompts need, which is not made larger.
+_LEAST = ((("vocab_size",), TOKENS.stop), (("max_position_embeddings", "n_positions"), MAX_LENGTH))
 _TOKEN = re.compile(r"_token_(id|ids|index)$")
 
 
@@ -36,11 +39,12 @@ class Small:
 
 
 def shrink(config: Mapping[str, Any]) -> Small:
-    """The small configuration of a whole one. Errors: ConfigError for sizes that are none."""
+    """The small configuration of a whole one. Errors: ConfigError for sizes that are none, or too small already."""
     key, text = find_text_config(config)
     count = read_size(text, LAYERS)
     if count is None:
         raise ConfigError(f"config.json has no {LAYERS[0]!r}: nothing says how many layers there are")
+    _refuse_toys(text)
     kept = choose_layers(text, count)
     small = copy_of(config)
     small_text = small[key] if key else small
@@ -54,6 +58,13 @@ def shrink(config: Mapping[str, Any]) -> Small:
     quantised = _take_out_quantisation(small) + (_take_out_quantisation(small_text) if key else ())
     special = _renumber_tokens(small)
     return Small(small, kept, special, quantised, tuple(list_changes(config, small)))
+
+
+def _refuse_toys(text: Mapping[str, Any]) -> None:
+    for names, least in _LEAST:
+        size = read_size(text, names)
+        if size is not None and size < least:
+            raise ConfigError(f"config.json: {names[0]!r} is {size}, and the rehearsal's prompts need {least}")
 
 
 def _shrink_text(text: Mapping[str, Any], small: dict[str, Any], count: int, kept: tuple[int, ...]) -> None:

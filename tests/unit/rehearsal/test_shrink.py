@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.check.conftest import LLAMA
 from vllm_overlay.model_shape import ATTENTION_HEADS, HIDDEN, KV_HEADS, LAYERS, ConfigError, find_text_config, read_size
 from vllm_overlay.rehearsal.depth import MOST_LAYERS, choose_layers, list_fields, map_layer_ids
 from vllm_overlay.rehearsal.shrink import shrink
@@ -292,6 +293,13 @@ def test_groups_of_experts_hold_as_many_as_are_chosen() -> None:
 def test_what_is_no_size_is_refused(fields: Mapping[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         shrink({**read("llama"), **fields})
+
+
+@pytest.mark.parametrize(("name", "size"), [("vocab_size", 249), ("max_position_embeddings", 255)])
+def test_a_model_that_is_too_small_for_the_prompts_is_refused(name: str, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is {size}, and the rehearsal's prompts need {size + 1}"):
+        shrink({**LLAMA, name: size})
+    assert shrink({**LLAMA, name: size + 1}).config[name] <= size + 1
 
 
 @pytest.mark.parametrize(
