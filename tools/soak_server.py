@@ -119,7 +119,7 @@ class MemorySampler:
 
 def _read_memory(pid: int) -> dict[str, int]:
     """By process of the tree. A process that ends meanwhile is left out."""
-    import psutil
+    import psutil  # vLLM requires it
 
     found: defaultdict[str, int] = defaultdict(int)
     try:

@@ -144,9 +144,9 @@ def _read_model(model: Path) -> dict[str, Any]:
 
 
 def show_progress(items: Iterable[Any], total: int) -> Iterable[Any]:
-    from tqdm import tqdm
+    from vllm_overlay.progress import make_bar
 
-    shown: Iterable[Any] = tqdm(items, total=total, desc="convert", unit=" records")
+    shown: Iterable[Any] = make_bar(items, total=total, desc="convert", unit=" records")
     return shown
 
 

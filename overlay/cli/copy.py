@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_progress(items: Iterable[Any], total: int) -> Iterable[Any]:
-    from tqdm import tqdm
+    from vllm_overlay.progress import make_bar
 
-    shown: Iterable[Any] = tqdm(items, total=total, desc="copy", unit=" shards")
+    shown: Iterable[Any] = make_bar(items, total=total, desc="copy", unit=" shards")
     return shown
 
 

@@ -134,9 +134,9 @@ def _without_nan(norms: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify(store: Store) -> list[Damage]:
-    from tqdm import tqdm
+    from vllm_overlay.progress import make_bar
 
-    numbers = tqdm(range(len(store)), desc="verify", unit=" records")
+    numbers = make_bar(range(len(store)), desc="verify", unit=" records")
     return [damage for damage in map(store.check, numbers) if damage is not None]
 
 

@@ -99,15 +99,14 @@ def _meta(args: argparse.Namespace) -> dict[str, Any]:
 def _encode(
     conversations: Sequence[Conversation], tokenizer: Any, max_length: int | None
 ) -> tuple[list[DatasetItem], list[str]]:
-    from tqdm import tqdm
-
     from vllm_overlay.dataset import DatasetItem
     from vllm_overlay.dataset.mask import encode_conversation
     from vllm_overlay.errors import OverlayError
+    from vllm_overlay.progress import make_bar
 
     items: list[DatasetItem] = []
     cut = 0
-    for conversation in tqdm(conversations, desc="tokenising", unit="chat"):
+    for conversation in make_bar(conversations, desc="tokenising", unit="chat"):
         encoded = encode_conversation(tokenizer, conversation)
         cut += max_length is not None and len(encoded.token_ids) > max_length
         token_ids, loss_mask = encoded.token_ids[:max_length], encoded.loss_mask[:max_length]

@@ -13,11 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_overlay.eagle3.draft import DraftConfig
 from vllm_overlay.eagle3.run_folder import RunFolder
-from vllm_overlay.eagle3.speculators_format import (
-    refuse_what_speculators_cannot_hold,
-    speculators_config,
-    speculators_tensors,
-)
+from vllm_overlay.eagle3.speculators_format import convert_to_speculators
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary
 from vllm_overlay.errors import OverlayError
 
@@ -25,6 +21,7 @@ LAYER_ID_CONVENTION = (
     "id k is the residual stream after k decoder layers; 0 is the embedding output; N is before the final norm"
 )
 LATER_NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # absent where not used: older releases know none of them
+FORMATS = ("vllm", "speculators")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,13 +34,13 @@ def export_run(
     dtype: of the file's weights; "auto" is the target's.
     Raises OverlayError: no such run or checkpoint, an output folder in use, a draft that the format cannot hold.
     """
+    if format not in FORMATS:
+        raise OverlayError(f"format {format!r}: expected {' or '.join(FORMATS)}")
     folder, output = RunFolder.open(run), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OverlayError(f"{output}: is not empty; choose another folder")
     source = folder.find_checkpoint(checkpoint)
     facts = folder.config
-    if format == "speculators":
-        refuse_what_speculators_cannot_hold(facts["draft"])
     dtype = facts["target"]["dtype"] if dtype == "auto" else dtype
     tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(str(source / "draft.safetensors")).items()}
     vocabulary = DraftVocabulary.load(folder.path / "vocabulary.safetensors")
@@ -51,7 +48,7 @@ def export_run(
         tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     config = vllm_config(facts, dtype, step=json.loads((source / "state.json").read_text())["step"])
     if format == "speculators":
-        config, tensors = speculators_config(config, facts), speculators_tensors(tensors)
+        config, tensors = convert_to_speculators(config, tensors, facts)
 
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.model_shape import read_config
 
 SPECULATORS_VERSION = "0.9.0"
 OF_THE_SPECULATOR = (  # the layer's own config holds the other fields
@@ -21,8 +21,20 @@ OF_THE_SPECULATOR = (  # the layer's own config holds the other fields
 )
 
 
-def refuse_what_speculators_cannot_hold(draft: dict[str, Any]) -> None:
-    """draft: the section of a run's config.json. Raises OverlayError: names the option of `train` that does not fit."""
+def convert_to_speculators(
+    plain: dict[str, Any], tensors: dict[str, torch.Tensor], facts: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """config.json and tensors of speculators 0.9 from the plain form's and the facts of a run.
+
+    Raises OverlayError: names the option of `train` that this form cannot hold; a target's config.json that is none.
+    """
+    _refuse_what_it_cannot_hold(facts["draft"])
+    return _speculators_config(plain, facts), {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+    }
+
+
+def _refuse_what_it_cannot_hold(draft: dict[str, Any]) -> None:
     if draft["hidden_size"] != draft["target_hidden_size"]:
         raise OverlayError(
             f"--hidden-size {draft['hidden_size']}: the target's hidden size is {draft['target_hidden_size']}, and a "
@@ -34,11 +46,8 @@ def refuse_what_speculators_cannot_hold(draft: dict[str, Any]) -> None:
         )
 
 
-def speculators_config(plain: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """config.json of speculators 0.9 from the plain one and the facts of a run.
-
-    `vllm_overlay` is in the layer's config too: of the whole file, that is what vLLM keeps.
-    """
+def _speculators_config(plain: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """`vllm_overlay` is in the layer's config too: of the whole file, that is what vLLM keeps."""
     target = facts["target"]
     moved = {name: plain[name] for name in OF_THE_SPECULATOR if name in plain}
     return {
@@ -64,13 +73,8 @@ def speculators_config(plain: dict[str, Any], facts: dict[str, Any]) -> dict[str
     }
 
 
-def speculators_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors by speculators' names."""
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-
-
 def _architectures(target: Path) -> list[str]:
     """The target's, or none where its folder is not here any more, as speculators writes it then."""
     if not (target / "config.json").is_file():
         return []
-    return list(json.loads((target / "config.json").read_text()).get("architectures") or [])
+    return list(read_config(target / "config.json").get("architectures") or [])

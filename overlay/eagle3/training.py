@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from vllm_overlay.eagle3.batch import Batch, pack
 from vllm_overlay.eagle3.curve import plot_curve
@@ -34,6 +33,7 @@ from vllm_overlay.eagle3.target import Target, load_target
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
+from vllm_overlay.progress import make_bar
 
 DEFAULT_DRAFT_VOCABULARY = 32768
 BETAS = (0.9, 0.95)
@@ -218,7 +218,7 @@ class Trainer:
         A step's figures are read once the next step is under way, so that a GPU never waits for this loop; before a
         checkpoint all are read.
         """
-        bar = tqdm(
+        bar = make_bar(
             total=self.total_steps, initial=progress.step, unit="step", dynamic_ncols=True, desc="train",
             disable=not self.ranks.is_first,
         )  # fmt: skip

@@ -209,16 +209,15 @@ def _run(
     engine_options: Sequence[str],
     bar_name: str,
 ) -> CaptureSummary:
-    from tqdm import tqdm
-
     from vllm_overlay.offline.engine import build_engine, shut_down
+    from vllm_overlay.progress import make_bar
 
     llm = build_engine(model, engine_options)
     try:
         check_lengths(llm, items)
         num_tokens = sum(len(item.token_ids) for item in items)
         started = time.perf_counter()
-        with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc=bar_name) as bar:
+        with make_bar(total=num_tokens, unit="tok", unit_scale=True, desc=bar_name) as bar:
             limit, rest = FIRST_GROUP_TOKENS, list(items)
             while rest:
                 group, rest = take_group(rest, limit)

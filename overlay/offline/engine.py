@@ -63,7 +63,7 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
 
 def shut_down(llm: LLM) -> None:
     """End the engine. When it returns, every process that the engine had started is gone."""
-    import psutil
+    import psutil  # vLLM requires it
 
     engine_core = llm.llm_engine.engine_core
     # Only a client of an engine in another process has `resources`; an engine in this process ends its own workers.

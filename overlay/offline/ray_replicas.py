@@ -156,10 +156,12 @@ def _spread(ray: Any, numbers: NDArray[np.int64], plan: EnginePlan, replicas: in
 
 def _follow(results: Any, wanted: Sequence[DatasetItem]) -> int:
     """Run it all. Returns the bytes of rows."""
-    from tqdm import tqdm
+    from vllm_overlay.progress import make_bar
 
     num_bytes = 0
-    with tqdm(total=sum(len(item.token_ids) for item in wanted), unit="tok", unit_scale=True, desc="capture") as bar:
+    with make_bar(
+        total=sum(len(item.token_ids) for item in wanted), unit="tok", unit_scale=True, desc="capture"
+    ) as bar:
         for block in results.iter_batches(batch_size=None, prefetch_batches=0):
             num_bytes += int(block["bytes"].sum())
             bar.set_postfix_str(f"{num_bytes / 1e6:.0f} MB")

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.progress import make_bar
 from vllm_overlay.rehearsal.model_folder import write_model_folder
 from vllm_overlay.rehearsal.plan import (
     FOLDER_VARIABLE,
@@ -31,8 +30,6 @@ from vllm_overlay.rehearsal.shrink import Small
 from vllm_overlay.settings import PREFIX, SWITCH
 
 _TICK_S = 0.25
-# Where the bar cannot be drawn over, each time it is drawn stays in the log.
-_PAUSE_IN_A_LOG_S = 10.0
 # A killed process ends at once, unless it waits for a device or a network file system.
 _KILL_S = 10.0
 _LOG_LINES = 40
@@ -88,8 +85,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, until: float) -> int |
     began = time.monotonic()
     total = max(1, round(until - began))
     form = "{desc}: {n:.0f} of at most {total} s {bar}"
-    pause = 0.1 if sys.stderr.isatty() else _PAUSE_IN_A_LOG_S
-    with tqdm(total=total, unit="s", leave=False, bar_format=form, mininterval=pause) as bar:
+    with make_bar(total=total, unit="s", leave=False, bar_format=form) as bar:
         while (status := process.poll()) is None and time.monotonic() < until:
             bar.set_description_str(f"rehearsal, {read_stage(folder)}", refresh=False)
             bar.update(time.monotonic() - began - bar.n)

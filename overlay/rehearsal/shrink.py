@@ -21,7 +21,7 @@ from vllm_overlay.rehearsal.widths import VOCABULARY, list_small_sizes, read_siz
 QUANTISED = ("quantization_config", "compression_config")
 
 # What the rehearsal's prompts need, which is not made larger.
-_LEAST = ((("vocab_size",), TOKENS.stop), (("max_position_embeddings", "n_positions"), MAX_LENGTH))
+_LEAST = (("vocab_size", TOKENS.stop), ("max_position_embeddings", MAX_LENGTH), ("n_positions", MAX_LENGTH))
 _TOKEN = re.compile(r"_token_(id|ids|index)$")
 
 
@@ -61,10 +61,10 @@ def shrink(config: Mapping[str, Any]) -> Small:
 
 
 def _refuse_toys(text: Mapping[str, Any]) -> None:
-    for names, least in _LEAST:
-        size = read_size(text, names)
+    for name, least in _LEAST:
+        size = read_size(text, (name,))
         if size is not None and size < least:
-            raise ConfigError(f"config.json: {names[0]!r} is {size}, and the rehearsal's prompts need {least}")
+            raise ConfigError(f"config.json: {name!r} is {size}, and the rehearsal's prompts need {least}")
 
 
 def _shrink_text(text: Mapping[str, Any], small: dict[str, Any], count: int, kept: tuple[int, ...]) -> None:

@@ -189,6 +189,12 @@ def test_what_speculators_cannot_hold_is_refused(
     assert not (tmp_path / "draft").exists()
 
 
+def test_a_format_that_is_none_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(OverlayError, match="format 'gguf': expected vllm or speculators"):
+        export_run(run, tmp_path / "draft", format="gguf")
+    assert not (tmp_path / "draft").exists()
+
+
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "fc_norm": True, "norm_output": True}])
 def test_vllm_reads_of_it_what_the_plain_form_says(
     run_with: Callable[..., Path], tmp_path: Path, changes: dict[str, object]

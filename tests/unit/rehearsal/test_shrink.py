@@ -295,7 +295,9 @@ def test_what_is_no_size_is_refused(fields: Mapping[str, Any]) -> None:
         shrink({**read("llama"), **fields})
 
 
-@pytest.mark.parametrize(("name", "size"), [("vocab_size", 249), ("max_position_embeddings", 255)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("vocab_size", 249), ("max_position_embeddings", 255), ("n_positions", 255)]
+)
 def test_a_model_that_is_too_small_for_the_prompts_is_refused(name: str, size: int) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' is {size}, and the rehearsal's prompts need {size + 1}"):
         shrink({**LLAMA, name: size})
