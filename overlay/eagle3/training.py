@@ -300,11 +300,12 @@ class Trainer:
         if self.ranks.is_first:
             memory = peak_memory(self.ranks.device)
             folder.append_metrics({**line, "tokens": tokens, "seconds": now - since, "peak_memory": memory})
-        bar.update()
         bar.set_postfix_str(
             f"loss {figures['loss']:.3f}, first {figures['accuracy'][0]:.1%}, accepts about "
-            f"{estimate_acceptance(figures['accuracy']):.2f}, {tokens / (now - since):.0f} tokens/s"
+            f"{estimate_acceptance(figures['accuracy']):.2f}, {tokens / (now - since):.0f} tokens/s",
+            refresh=False,
         )
+        bar.update()
         return now
 
     def figures(self, sums: torch.Tensor, counts: Sequence[int]) -> dict[str, Any]:

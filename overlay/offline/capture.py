@@ -225,7 +225,8 @@ def _run(
                 capture_group(llm, group)
                 group_tokens = sum(len(item.token_ids) for item in group)
                 limit = int(group_tokens * GROUP_SECONDS / (time.perf_counter() - group_started))
-                bar.set_postfix_str(f"{count_bytes(llm.collective_rpc('overlay_statistics')) / 1e6:.0f} MB")
+                num_bytes = count_bytes(llm.collective_rpc("overlay_statistics"))
+                bar.set_postfix_str(f"{num_bytes / 1e6:.0f} MB", refresh=False)
                 bar.update(group_tokens)
         num_bytes = count_bytes(llm.collective_rpc("overlay_flush"))
         seconds = time.perf_counter() - started

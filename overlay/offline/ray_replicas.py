@@ -164,7 +164,7 @@ def _follow(results: Any, wanted: Sequence[DatasetItem]) -> int:
     ) as bar:
         for block in results.iter_batches(batch_size=None, prefetch_batches=0):
             num_bytes += int(block["bytes"].sum())
-            bar.set_postfix_str(f"{num_bytes / 1e6:.0f} MB")
+            bar.set_postfix_str(f"{num_bytes / 1e6:.0f} MB", refresh=False)
             bar.update(int(block["tokens"].sum()))
     return num_bytes
 
