@@ -139,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_overlay.eagle3.ranks import join_ranks
-    from vllm_overlay.eagle3.training import Settings, train
+    from vllm_overlay.eagle3.settings import Settings
+    from vllm_overlay.eagle3.training import train
 
     settings = Settings(
         features=args.features,

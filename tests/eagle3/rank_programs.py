@@ -16,7 +16,9 @@ from vllm_overlay.cli import main
 from vllm_overlay.eagle3 import training
 from vllm_overlay.eagle3.data import Corpus
 from vllm_overlay.eagle3.ranks import Ranks
-from vllm_overlay.eagle3.training import Result, Settings, Trainer, train
+from vllm_overlay.eagle3.settings import Settings
+from vllm_overlay.eagle3.trainer import Trainer
+from vllm_overlay.eagle3.training import Result, train
 from vllm_overlay.errors import OverlayError
 
 

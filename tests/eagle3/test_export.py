@@ -17,8 +17,9 @@ from vllm_overlay.eagle3.acceptance import load_draft
 from vllm_overlay.eagle3.export import export_run, read_draft_config
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
+from vllm_overlay.eagle3.settings import Settings
 from vllm_overlay.eagle3.target import load_target
-from vllm_overlay.eagle3.training import Settings, train
+from vllm_overlay.eagle3.training import train
 from vllm_overlay.errors import OverlayError
 
 SETTINGS = Settings(features=(0, 2, 3), draft_vocab_size=16, steps=6, batch_tokens=64, holdout=0.2, checkpoint_every=2)

@@ -18,7 +18,7 @@ from tests.eagle3.rank_programs import Job, do
 from vllm_overlay.eagle3.data import Entry, count_scored, deal
 from vllm_overlay.eagle3.ranks import alone, join_ranks
 from vllm_overlay.eagle3.run_folder import RunFolder
-from vllm_overlay.eagle3.training import Settings
+from vllm_overlay.eagle3.settings import Settings
 from vllm_overlay.errors import OverlayError
 
 PROGRAM = Path(__file__).with_name("rank_programs.py")

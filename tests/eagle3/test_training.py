@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from vllm_overlay.eagle3.data import is_held_out, open_corpus, plan_epoch
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.selftest import measure_agreement
+from vllm_overlay.eagle3.settings import Settings, learning_rate
 from vllm_overlay.eagle3.target import load_target
-from vllm_overlay.eagle3.training import Settings, _require_same_run, learning_rate, train
+from vllm_overlay.eagle3.trainer import Share, Taken, Trainer
+from vllm_overlay.eagle3.training import _require_same_run, train
 from vllm_overlay.errors import OverlayError
 
 SETTINGS = Settings(
@@ -81,6 +84,24 @@ def test_a_killed_run_resumes_bit_for_bit(store_path: Path, model_folder: Path, 
     steps = [line["step"] for line in folder.metrics if line["kind"] == "train"]
     assert steps == list(range(1, 11))
     assert not list((tmp_path / "killed" / "checkpoints").glob(".writing-*"))
+
+
+def test_a_steps_time_is_its_own_at_a_checkpoint_too(
+    store_path: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of two steps are read at once there, and before the first checkpoint one step late."""
+    take_step: Callable[..., Taken] = Trainer.take_step
+
+    def take_slowly(self: Trainer, step: int, share: Share) -> Taken:
+        time.sleep(0.1)
+        return take_step(self, step, share)
+
+    monkeypatch.setattr(Trainer, "take_step", take_slowly)
+    settings = replace(SETTINGS, steps=4)
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
+    lines = [line for line in RunFolder.open(tmp_path / "run").metrics if line["kind"] == "train"]
+    assert [line["seconds"] >= 0.1 for line in lines] == [True] * 4
+    assert [line["seconds"] < 0.19 for line in lines[1:]] == [True] * 3
 
 
 def test_resuming_a_finished_run_changes_nothing(store_path: Path, model_folder: Path, tmp_path: Path) -> None:

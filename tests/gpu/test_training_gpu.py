@@ -10,7 +10,8 @@ import torch
 
 from tests.eagle3.conftest import make_store, model_folder, reference, store_path  # noqa: F401 - fixtures
 from vllm_overlay.eagle3.ranks import alone
-from vllm_overlay.eagle3.training import Settings, train
+from vllm_overlay.eagle3.settings import Settings
+from vllm_overlay.eagle3.training import train
 
 pytestmark = [
     pytest.mark.gpu,
