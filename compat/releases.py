@@ -54,6 +54,7 @@ class Seam(Protocol):
     SCHEDULER: str
     SCHEDULER_CONFIG: str
     SCHEDULER_OUTPUT: str
+    SPECULATIVE_CONFIG: str
     STRUCTURED_OUTPUT_REQUEST: str
     UNIPROC_EXECUTOR: str
     VLLM_CONFIG: str
@@ -102,6 +103,10 @@ class Seam(Protocol):
 
     def settle_kv_cache_layout(self, vllm_config: Any, executor: Any, kv_cache_specs: Iterable[Any]) -> bool:
         """Settle the layout of KV caches, as vLLM's engine does before it plans them. False if there is nothing to."""
+        ...
+
+    def fed_layer_ids(self, asked: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
+        """The layers of the target that an EAGLE-3 draft is fed, by our ids, whose configuration asks for these."""
         ...
 
     def block_copies(self, scheduler_output: object) -> Sequence[tuple[int, int]]:

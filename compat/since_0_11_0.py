@@ -23,6 +23,7 @@ REQUEST = "vllm.v1.request"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 SCHEDULER_CONFIG = "vllm.config.scheduler"
 SCHEDULER_OUTPUT = "vllm.v1.core.sched.output"
+SPECULATIVE_CONFIG = "vllm.config.speculative"
 STRUCTURED_OUTPUT_REQUEST = "vllm.v1.structured_output.request"
 UNIPROC_EXECUTOR = "vllm.v1.executor.abstract"
 VLLM_CONFIG = "vllm.config"
@@ -110,3 +111,8 @@ def settle_kv_cache_layout(vllm_config: Any, executor: Any, kv_cache_specs: Iter
 def block_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
     """No KV block is copied before a step in this release line."""
     return ()
+
+
+def fed_layer_ids(asked: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
+    """The default of every model class, whatever the draft's config.json asks for: the runner does not read it."""
+    return tuple(sorted({2, num_hidden_layers // 2, num_hidden_layers - 3}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_overlay.compat import since_0_17_0
@@ -20,3 +20,10 @@ def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, i
     sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     vllm_config.cache_config.block_size = min(sizes, default=vllm_config.cache_config.block_size)
     return since_0_17_0.settle_block_sizes(kv_cache_config, vllm_config)
+
+
+def fed_layer_ids(asked: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
+    """As in 0.11.1, with ids 0 and N."""
+    if not asked:
+        return since_0_17_0.fed_layer_ids(asked, num_hidden_layers)
+    return tuple(sorted({layer_id for layer_id in asked if 0 <= layer_id <= num_hidden_layers}))

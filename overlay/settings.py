@@ -20,7 +20,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLM_OVERLAY_TOKENS": "all (default), prompt or last (of the prompt): which rows of a request are kept",
     "VLLM_OVERLAY_DTYPE": "auto (default): rows are stored in the dtype the model runs in",
     "VLLM_OVERLAY_SAMPLE": "fraction of requests to capture, 0..1 (default 1)",
-    "VLLM_OVERLAY_POLICY": "strict (default) or warn: what happens on a vLLM newer than the newest supported release",
+    "VLLM_OVERLAY_POLICY": "strict (default) or warn: a vLLM newer than all supported ones, a draft of another target",
     "VLLM_OVERLAY_RELEASE": "the supported vLLM release that a development build stands for",
     "VLLM_OVERLAY_LEDGER": "folder in which every process writes what was patched in it",
 }

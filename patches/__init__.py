@@ -37,6 +37,7 @@ from vllm_overlay.patches import (
     know_overlay_variables,
     know_rank_of_worker,
     leave_out_warm_up_steps,
+    match_drafts_with_targets,
     name_failures_of_dead_engines,
     name_failures_of_starting_engines,
     name_failures_of_starting_workers,
@@ -79,6 +80,7 @@ PATCHES: tuple[Patch, ...] = (
     configure_cache_as_0_11.PATCH,
     answer_one_rank_in_a_list.PATCH,
     compute_whole_prompts.PATCH,
+    match_drafts_with_targets.PATCH,
     capture_for_speculators.PATCH,
     # Errors whole.
     share_failures_with_engines.PATCH,

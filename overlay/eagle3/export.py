@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm_overlay.eagle3.draft import DraftConfig
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.speculators_format import convert_to_speculators
+from vllm_overlay.eagle3.target import sample_embeddings
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary
 from vllm_overlay.errors import OverlayError
 
@@ -100,12 +101,21 @@ def vllm_config(facts: dict[str, Any], dtype: str, step: int) -> dict[str, Any]:
             "target": target["name"],
             "target_fingerprint": facts["data"]["model_fingerprint"],
             "target_layers": target["num_hidden_layers"],
+            "target_hidden_size": draft["target_hidden_size"],
+            "target_vocab_size": draft["vocab_size"],
+            "target_embedding_sample": _sample_embeddings(facts),
             "layer_ids": draft["layer_ids"],
             "layer_id_convention": LAYER_ID_CONVENTION,
             "trained_steps": step,
             "made_with": facts["made_with"],
         },
     }
+
+
+def _sample_embeddings(facts: dict[str, Any]) -> list[float]:
+    """Of the target that was trained on; empty where its folder is not here any more."""
+    draft = facts["draft"]
+    return list(sample_embeddings(Path(facts["target"]["path"]), draft["vocab_size"], draft["target_hidden_size"]))
 
 
 def read_draft_config(config: dict[str, Any]) -> DraftConfig:

@@ -42,6 +42,7 @@ OTHER_FINAL_NORM = {
     "olmo": "its final norm is a LayerNorm without weight",
     "nemotron": "its final norm is a LayerNorm with (1 + weight)",
 }
+NUM_SAMPLES = 32
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "dim_model_base")
 
 
@@ -143,6 +144,31 @@ def load_layer(path: str | Path, layer: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): _read(files, name) for name in files if name.startswith(prefix)}
 
 
+def sample_embeddings(path: Path, vocab_size: int, hidden_size: int) -> tuple[float, ...]:
+    """32 values at even places of a checkpoint folder's embeddings, which quantised copies leave as they are.
+
+    Empty where there are none to read: no safetensors, another name or shape, not floating point.
+    """
+    files = _tensor_files(path) if any(path.glob("*.safetensors")) else {}
+    names = _named(files, "embed_tokens.weight")
+    if not names:
+        return ()
+    name = min(names, key=len)
+    with safe_open(str(files[name]), framework="pt") as tensors:
+        rows = tensors.get_slice(name)
+        shape = rows.get_shape()
+        if len(shape) != 2 or shape[0] < vocab_size or shape[1] != hidden_size:
+            return ()
+        values = [rows[_place(i, vocab_size) : _place(i, vocab_size) + 1] for i in range(NUM_SAMPLES)]  # [1, hidden]
+    if not values[0].is_floating_point():
+        return ()
+    return tuple(float(f"{float(row[0, _place(i, hidden_size)]):.4g}") for i, row in enumerate(values))
+
+
+def _place(sample: int, size: int) -> int:
+    return sample * (size - 1) // (NUM_SAMPLES - 1)
+
+
 def read_target_config(path: Path) -> tuple[TargetConfig, bool]:
     """config.json as facts, and whether the head is tied. Raises OverlayError as `load_target` does."""
     if not (path / "config.json").is_file():
@@ -212,10 +238,14 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 
 def _shortest(files: dict[str, Path], ending: str, path: Path) -> str:
     """The outermost tensor of that name: multi-token-prediction layers carry copies deeper down."""
-    names = [name for name in files if name == ending or name.endswith(f".{ending}")]
+    names = _named(files, ending)
     if not names:
         raise OverlayError(f"{path}: no tensor named *{ending}")
     return min(names, key=len)
+
+
+def _named(files: dict[str, Path], ending: str) -> list[str]:
+    return [name for name in files if name == ending or name.endswith(f".{ending}")]
 
 
 def _read(files: dict[str, Path], name: str) -> torch.Tensor:

@@ -25,6 +25,10 @@ VERIFIED: Mapping[str, tuple[str, ...]] = {
     "close_capture_with_engine": ("vllm.v1.executor.abstract:Executor.collective_rpc",),
     "install_capture_worker": ("vllm.config.parallel:ParallelConfig.worker_extension_cls",),
     "leave_out_warm_up_steps": ("vllm.v1.worker.gpu_worker:Worker.execute_model",),
+    "match_drafts_with_targets": tuple(
+        f"vllm.config.speculative:SpeculativeConfig.{field}"
+        for field in ("method", "model", "draft_model_config", "target_model_config")
+    ),
     "note_finished_requests": (
         "vllm.v1.request:Request.num_tokens",
         "vllm.v1.request:Request.get_finished_reason",
