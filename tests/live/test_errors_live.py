@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.live.runs import ENGINE, clean_environment, list_processes
+from tests.live.killed import expect_the_rank, expect_whole_records, kill_a_rank
+from tests.live.runs import ENGINE, Batch, clean_environment, list_processes
 from tests.live.server import find_port, wait_until_ready
 from tests.tiny_models import write_tiny_llama
 
@@ -111,6 +112,21 @@ def test_a_call_and_a_step_that_fail_in_rank_1_only(tmp_path: Path, model: Path)
     assert set(told) == {"call", "generate"}
     for call, kind in (("call", "Exception"), ("generate", "EngineDeadError")):
         expect(told[call], kind, "AssertionError: (no message)", rank=1, function="bare_assert")
+
+
+def test_a_rank_that_is_killed_while_it_captures(tmp_path: Path, model: Path) -> None:
+    """The out-of-memory killer leaves no exception behind."""
+    batches = [Batch([[5, 6, 7, 8], [9, 10, 11]], 3)]
+    cpus = sorted(os.sched_getaffinity(0))
+    environment = {
+        "VLLM_OVERLAY": "1",
+        "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"),
+        "VLLM_OVERLAY_LAYERS": "all",
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
+    }
+    killed = kill_a_rank(tmp_path / "run", model, batches, environment, tensor_parallel_size=2)
+    expect_the_rank(killed)
+    expect_whole_records(killed, batches, tmp_path / "store")
 
 
 def test_a_step_whose_clean_up_fails_too(tmp_path: Path, model: Path) -> None:

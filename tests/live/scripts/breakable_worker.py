@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any, NoReturn
 
 from traces import find_traces
@@ -11,6 +13,7 @@ MESSAGE = "boom-17"
 
 class BreakableWorker:
     model_runner: Any
+    rank: int
 
     def find_traces(self) -> list[str]:
         """What of the overlay is in this worker's process."""
@@ -23,3 +26,16 @@ class BreakableWorker:
             raise ValueError(MESSAGE)
 
         self.model_runner.execute_model = fail
+
+    def kill_rank(self, rank: int, after: int) -> None:
+        """The worker of this rank kills itself in the step after so many more."""
+        if self.rank != rank:
+            return
+        execute, steps = self.model_runner.execute_model, iter(range(after))
+
+        def execute_or_die(*args: Any, **kwargs: Any) -> Any:
+            if next(steps, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return execute(*args, **kwargs)
+
+        self.model_runner.execute_model = execute_or_die

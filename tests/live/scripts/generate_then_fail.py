@@ -1,6 +1,7 @@
 """A user's script, with a worker extension of the user's own: some batches, a look around, and a step that fails.
 
-usage: generate_then_fail.py PLAN.json; the plan is that of generate.py. The answer holds `batches` (of requests),
+usage: generate_then_fail.py PLAN.json; the plan is that of generate.py, and may hold `break_with`, a method of
+BreakableWorker and its arguments, in place of `break_steps`. The answer holds `batches` (of requests),
 `traces` by process, and `error`: the type and text of what the caller of `generate` got.
 """
 
@@ -32,7 +33,8 @@ if __name__ == "__main__":
     for name in LOOKED_INTO:
         importlib.import_module(name)
     traces = {"front end": find_traces(), "worker": llm.collective_rpc("find_traces")[0]}
-    llm.collective_rpc("break_steps")
+    method, *arguments = plan.get("break_with", ["break_steps"])
+    llm.collective_rpc(method, args=tuple(arguments))
     try:
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
     except Exception as caught:  # noqa: BLE001  what it is, is the question

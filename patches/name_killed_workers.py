@@ -1,0 +1,88 @@
+"""A worker that was killed is named: its rank, its process and the signal.
+
+Why: it wrote nothing down, and vLLM's monitor says in the log alone that it died (from 0.26 on with its exit code).
+What callers get is the error of another rank whose connection to it broke, or none. What it does not change: who ends
+the engine, and when.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import wrapt
+
+from vllm_overlay.failures import Failure, note, read_failures
+from vllm_overlay.patch import Patch
+
+
+def describe_killed(rank: int, process_id: int, exit_status: int, others: Sequence[Failure]) -> Failure:
+    """`exit_status` is multiprocessing's: the negative number of a signal. `others`: the engine's other failures.
+
+    It comes before them: their connections to it broke at once, and they may have said so before vLLM looked.
+    """
+    how = f"ended with exit status {exit_status}"
+    if exit_status < 0:
+        how = f"was killed by {signal.Signals(-exit_status).name}"
+    if exit_status == -signal.SIGKILL:
+        how += "; if nobody did, the system was out of memory, and its log says so"
+    message = f"the worker {how}"
+    return Failure(
+        type="WorkerDied",
+        message=message,
+        rank=rank,
+        process="worker",
+        process_id=process_id,
+        engine_id=os.getpid(),
+        file="",
+        line=0,
+        function="",
+        code="",
+        traceback=f"It had no time for a traceback. {message[0].upper()}{message[1:]}.",
+        time_ns=min([time.time_ns(), *(other.time_ns - 1 for other in others)]),
+    )
+
+
+def build(original: Any) -> Any:
+    def note_and_shut_down(wrapped: Any, executor: Any, args: Any, kwargs: Any) -> Any:
+        if executor.is_failed and not getattr(executor, "shutting_down", False):
+            note_killed(executor)
+        return wrapped(*args, **kwargs)
+
+    return wrapt.FunctionWrapper(original, note_and_shut_down)
+
+
+def note_killed(executor: Any) -> None:
+    """Those that are dead and said nothing themselves."""
+    others = read_failures({os.getpid()})
+    told = {other.process_id for other in others}
+    for worker in executor.workers:
+        status, process_id = worker.proc.exitcode, worker.proc.pid
+        if status and process_id not in told:
+            note(describe_killed(worker.rank, process_id, status, others))
+
+
+def verify() -> None:
+    import dataclasses
+
+    from vllm.v1.executor.multiproc_executor import WorkerProcHandle
+
+    found = {field.name for field in dataclasses.fields(WorkerProcHandle)}
+    if not {"proc", "rank"} <= found:
+        raise RuntimeError(f"expected WorkerProcHandle to have proc and rank, found {sorted(found)}")
+
+
+PATCH = Patch(
+    name="name_killed_workers",
+    targets=("{MULTIPROC_EXECUTOR}:MultiprocExecutor.shutdown",),
+    vllm=">=0.11",
+    process="any",
+    relies_on={},
+    upstream="none",
+    remove_when="vLLM's EngineDeadError names the worker that died and how",
+    build=build,
+    verify=verify,
+)
