@@ -1,16 +1,19 @@
 """What capture costs: tokens/s of the same vLLM with capture on, over off, for prefill and for decode, in one run.
 
 usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 6] [--native]
-       [--output FILE.json] [-- vLLM engine options]
+       [--replicas 1] [--output FILE.json] [-- vLLM engine options]
 
 Two engines, each in a process of its own, one with capture on and one without, are alive at the same time and take
 turns: off, on, on, off, and so on. A shared machine changes its speed by a third within minutes, which comparing one
 engine's rounds with another's five minutes later would measure; rounds that lie side by side see the same machine. Both
 engines of a pair get the same prompts, every pair fresh ones (the prefix cache finds nothing). The first pair warms up
-and is not counted. A round with capture ends when its records are in the store. The figure is the median of the pairs'
-quotients. The stores are written below --store (default: a temporary folder) and removed. At the end, without vLLM,
-what the accounting of such a decode step takes on the host, in microseconds: tools/step_cost.py says of which parts.
+and is not counted. A round with capture ends when its records are in the store; what of it came after the last token
+is given as well. The figure is the median of the pairs' quotients. The stores are written below --store (default: a
+temporary folder) and removed. At the end, without vLLM, what the accounting of such a decode step takes on the host, in
+microseconds: tools/step_cost.py says of which parts.
 
+With --replicas each side is so many engines, each on a GPU of its own, which share out the requests and write one
+store.
 With --native a third engine takes its turn, with vLLM's own `extract_hidden_states` (from 0.22 on) for the same layers:
 it keeps the rows of the prompts only. Its round ends when its files are written; they are then removed.
 """
@@ -62,8 +65,22 @@ class Workload:
         return Workload(int(requests), int(tokens_in), int(tokens_out or 1))
 
 
+@dataclass(frozen=True)
+class Round:
+    """One call of generate: its tokens, its seconds, and the seconds until what it captured was on disk."""
+
+    tokens: int
+    seconds: float
+    seconds_after: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s, all of it counted in."""
+        return self.tokens / (self.seconds + self.seconds_after)
+
+
 class Side:
-    """An engine in a process of its own, which runs a round when it is told to."""
+    """An engine in a process of its own, or one a replica, which run a round when they are told to."""
 
     def __init__(self, name: str, store: str, args: argparse.Namespace, engine_options: list[str]) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_OVERLAY")}
@@ -72,43 +89,66 @@ class Side:
         if name == "on":
             environment |= {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": store, "VLLM_OVERLAY_LAYERS": args.layers}
         command = [sys.executable, __file__, "--serve-side", name, "--model", args.model, "--", *engine_options]
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.facts: dict[str, Any] = self._read()
+        self._processes = [
+            subprocess.Popen(
+                command, env=environment | replica, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for replica in list_replicas(args.replicas)
+        ]
+        self.facts: dict[str, Any] = self._read()[0]
 
-    def run_round(self, workload: Workload, seed: int) -> float:
-        """Tokens/s of one call of generate."""
-        self._ask({"round": [workload.requests, workload.tokens_in, workload.tokens_out], "seed": seed})
-        return workload.counted_tokens / float(self._read()["seconds"])
+    def run_round(self, workload: Workload, seed: int) -> Round:
+        """The requests are shared out evenly, and the slowest replica's time counts."""
+        each = workload.requests // len(self._processes)
+        self._ask(
+            [
+                {"round": [each, workload.tokens_in, workload.tokens_out], "seed": 100 * seed + rank}
+                for rank in range(len(self._processes))
+            ]
+        )
+        times = self._read()
+        seconds = max(time["seconds"] for time in times)
+        ended = max(time["seconds"] + time["seconds_after"] for time in times)
+        return Round(workload.counted_tokens, seconds, ended - seconds)
 
     def end(self) -> dict[str, Any]:
-        """Shut the engine down; what the capture session counted."""
-        self._ask({"end": True})
+        """Shut the engines down; what the capture sessions counted, together."""
+        self._ask([{"end": True} for _ in self._processes])
         counts = self._read()
-        self._process.wait()
-        return counts
+        for process in self._processes:
+            process.wait()
+        return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def __enter__(self) -> Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
 
-    def _ask(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+    def _ask(self, messages: list[dict[str, Any]]) -> None:
+        for process, message in zip(self._processes, messages, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"benchmark: an engine ended with exit status {self._process.wait()}; its log is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _read(self) -> list[dict[str, Any]]:
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"benchmark: an engine ended with exit status {process.wait()}; its log is above")
+            answers.append(json.loads(line))
+        return answers
+
+
+def list_replicas(count: int) -> list[dict[str, str]]:
+    """The environment of each replica: its GPU. vLLM 0.24 refuses `VLLM_DP_SIZE` for a dense model outside a server,
+    whose data-parallel engines have nothing to do with each other either."""
+    return [{}] if count == 1 else [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(count)]
 
 
 def main() -> int:
@@ -121,6 +161,7 @@ def main() -> int:
     parser.add_argument("--layers", default="eagle3", help="layers to capture (default: eagle3)")
     parser.add_argument("--store", help="folder for the store (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON too")
+    parser.add_argument("--replicas", type=int, default=1, help="engines on each side, one a GPU (default: 1)")
     parser.add_argument("--native", action="store_true", help="measure vLLM's own extract_hidden_states as well")
     parser.add_argument("--serve-side", choices=(*SIDES, NATIVE), help=argparse.SUPPRESS)
     args = parser.parse_args(words)
@@ -163,18 +204,22 @@ def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rou
     pairs = []
     for number in range(rounds + 1):
         order = list(sides) if number % 2 else list(sides)[::-1]
-        speeds = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
+        pair = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
+        speeds = {side: pair[side].speed for side in pair}
         print(f"{name}, pair {number}: {speeds}, {speeds['on'] / speeds['off']:.3f}", file=sys.stderr)
-        pairs.append(speeds)
+        pairs.append(pair)
     counted = pairs[1:]
     report: dict[str, Any] = {}
     for side in sides:
-        report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side] for pair in counted), 1)
+        report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side].speed for pair in counted), 1)
     for side in [side for side in sides if side != "off"]:
-        quotients = [pair[side] / pair["off"] for pair in counted]
+        quotients = [pair[side].speed / pair["off"].speed for pair in counted]
         report[f"{side}_over_off"] = round(statistics.median(quotients), 4)
         report[f"{side}_over_off_of_each_pair"] = [round(quotient, 3) for quotient in quotients]
-    return report | {f"rounds_{side}": [round(pair[side], 1) for pair in counted] for side in sides}
+        report[f"milliseconds_after_the_last_token_{side}"] = [
+            round(1000 * pair[side].seconds_after, 1) for pair in counted
+        ]
+    return report | {f"rounds_{side}": [round(pair[side].speed, 1) for pair in counted] for side in sides}
 
 
 def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
@@ -200,8 +245,8 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
             message = json.loads(line)
             if "end" in message:
                 break
-            seconds = _time_round(llm, Workload(*message["round"]), message["seed"], ends[args.serve_side])
-            print(json.dumps({"seconds": seconds}), file=answers)
+            times = _time_round(llm, Workload(*message["round"]), message["seed"], ends[args.serve_side])
+            print(json.dumps(times), file=answers)
         counts = llm.collective_rpc("overlay_flush")[0] if args.serve_side == "on" else {}
     finally:
         shut_down(llm)
@@ -209,7 +254,7 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
     return 0
 
 
-def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) -> float:
+def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) -> dict[str, float]:
     from vllm import SamplingParams
 
     generator = random.Random(seed)
@@ -221,10 +266,11 @@ def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) ->
     params = SamplingParams(max_tokens=workload.tokens_out, temperature=0.0, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    answered = time.perf_counter()
     end_round(outputs)
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
     remove_native_files(outputs)
-    return seconds
+    return {"seconds": answered - started, "seconds_after": ended - answered}
 
 
 def extract_natively(args: argparse.Namespace, folder: str) -> list[str]:
