@@ -110,6 +110,11 @@ def find_itemsize(dtype: str) -> int:
     return _ITEMSIZES.get(dtype, 2)
 
 
+def count_row_bytes(hidden_size: int, itemsize: int, stored: str) -> int:
+    """Bytes of one token's row in one layer; `stored` is VLLM_OVERLAY_DTYPE, and `fp8` has a scale of 4 bytes."""
+    return hidden_size + 4 if stored == "fp8" else hidden_size * itemsize
+
+
 def _find_dtype(engine_options: Sequence[str]) -> str:
     """The dtype asked for, or `auto`: vLLM runs a float32 checkpoint in 16 bits then, so `auto` is never 4 bytes."""
     for index, word in enumerate(engine_options):

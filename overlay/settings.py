@@ -18,7 +18,7 @@ VARIABLES: Mapping[str, str] = {
     "VLLM_OVERLAY_CAPTURE": "store folder; turns the capture of hidden states on",
     "VLLM_OVERLAY_LAYERS": "eagle3 (default), all, or layer ids such as 2,15,27,30",
     "VLLM_OVERLAY_TOKENS": "all (default), prompt or last (of the prompt): which rows of a request are kept",
-    "VLLM_OVERLAY_DTYPE": "auto (default): rows are stored in the dtype the model runs in",
+    "VLLM_OVERLAY_DTYPE": "auto (default): rows are stored in the dtype the model runs in; fp8: in 8 bits",
     "VLLM_OVERLAY_SAMPLE": "fraction of requests to capture, 0..1 (default 1)",
     "VLLM_OVERLAY_POLICY": "strict (default) or warn: a vLLM newer than all supported ones, a draft of another target",
     "VLLM_OVERLAY_RELEASE": "the supported vLLM release that a development build stands for",
@@ -38,6 +38,7 @@ class Settings:
     capture: Path | None
     layers: str
     tokens: str
+    dtype: str
     sample: float
     policy: str
     release: str | None
@@ -59,17 +60,22 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     _refuse_unknown(environ)
     capture = environ.get("VLLM_OVERLAY_CAPTURE") or None
     ledger = environ.get("VLLM_OVERLAY_LEDGER") or None
-    _choose(environ, "VLLM_OVERLAY_DTYPE", ("auto",))
     return Settings(
         enabled=is_enabled(environ),
         capture=Path(capture).absolute() if capture else None,
         layers=_layers(environ),
         tokens=_choose(environ, "VLLM_OVERLAY_TOKENS", ("all", "prompt", "last")),
+        dtype=read_dtype(environ),
         sample=_fraction(environ, "VLLM_OVERLAY_SAMPLE"),
         policy=_choose(environ, "VLLM_OVERLAY_POLICY", ("strict", "warn")),
         release=environ.get("VLLM_OVERLAY_RELEASE") or None,
         ledger=Path(ledger).absolute() if ledger else None,
     )
+
+
+def read_dtype(environ: Mapping[str, str] = os.environ) -> str:
+    """What rows are stored in: `auto` or `fp8`. Errors: SettingsError for anything else."""
+    return _choose(environ, "VLLM_OVERLAY_DTYPE", ("auto", "fp8"))
 
 
 def parse_layers(text: str) -> str | tuple[int, ...]:

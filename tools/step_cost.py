@@ -42,7 +42,7 @@ from vllm_overlay.capture.row_tokens import CHUNK_ROWS
 from vllm_overlay.capture.rows import RowBook
 from vllm_overlay.capture.session import FEWEST_CHUNKS, CaptureSession
 from vllm_overlay.capture.taps import Taps
-from vllm_overlay.capture.transfer import CpuTransfer
+from vllm_overlay.capture.transfer import open_transfer
 from vllm_overlay.store import StoreMeta, StoreWriter
 
 META = StoreMeta((1, 2), 4, "float32", 2, "made up", "f" * 64, "none", "V1")
@@ -82,7 +82,7 @@ class PlayedSession(CaptureSession):
         self._settings: Any = SimpleNamespace(sample=1.0, tokens=tokens)
         self._recorder = recorder
         self._taps = Taps(META.layer_ids, buffer, ())
-        self._transfer = CpuTransfer(buffer)
+        self._transfer = open_transfer(buffer, "auto")
         self._book = RowBook(block_size=BLOCK_SIZE, num_slots=num_blocks * BLOCK_SIZE)
         self._kv_group = 0
         self._num_begun = 0

@@ -33,7 +33,7 @@ from vllm_overlay.compat.releases import Seam, seam_for
 from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.layer_ids import resolve_layer_ids
 from vllm_overlay.settings import Settings
-from vllm_overlay.store import Part, StoreMeta, StoreWriter
+from vllm_overlay.store import Part, StoreMeta, StoreWriter, float8
 
 logger = logging.getLogger("vllm_overlay.capture")
 
@@ -135,7 +135,7 @@ class CaptureSession:
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
-        self._transfer = open_transfer(self._taps.buffer)
+        self._transfer = open_transfer(self._taps.buffer, self._settings.dtype)
         logger.info("capturing layers %s into %s", self.layer_ids, self._settings.capture)
 
     @property
@@ -233,7 +233,7 @@ class CaptureSession:
         meta = StoreMeta(
             layer_ids=self._capture.layer_ids,
             hidden_size=self._hidden_size,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=float8.DTYPE if self._settings.dtype == "fp8" else str(self._dtype).removeprefix("torch."),
             num_hidden_layers=self._capture.num_hidden_layers,
             model=model,
             model_fingerprint=fingerprint_model(model, config.model_config.hf_config.to_dict()),

@@ -3,6 +3,9 @@
 On CUDA the rows go device-to-device into one of two staging buffers on the step's own stream (microseconds), and from
 there to pinned memory on a side stream; whoever takes them waits for an event, not for the step. On a CPU they are
 copied once. When the host memory set aside is full the step waits, and the wait is counted; nothing is dropped.
+
+Rows that are stored in float8 are packed on the way (see store/float8.py): on CUDA on the side stream, so that half the
+bytes go to the host and the step's own stream has nothing more to do.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_overlay.capture.limits import HOST_BYTES
+from vllm_overlay.store.float8 import SCALE_BYTES, make_scratch, pack_into, pack_rows
+
+# Device memory for rows in float32 that are being packed.
+SCRATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class HostRows:
     """Rows of one step on the host, to be released when they have been written: the memory is used again.
 
-    `rows` `[n, layers, hidden]` in the model's dtype; `tokens` int32 `[n]`; `peaks` float32 `[n, layers]`, the largest
-    absolute value of each row.
+    `rows` `[n, layers, hidden]` in the model's dtype, or packed, uint8 `[n, layers, hidden + 4]`; `tokens` int32 `[n]`;
+    `peaks` float32 `[n, layers]`, the largest absolute value of each row.
     """
 
     rows: torch.Tensor
@@ -82,32 +89,91 @@ class Transfer(Protocol):
         ...
 
 
-def open_transfer(buffer: torch.Tensor) -> Transfer:
-    """The transfer for the device that the buffer `[max tokens, layers, hidden]` lives on."""
+class RowForm(Protocol):
+    """What a step's rows are on the host: `[n, *shape]` of `dtype`."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def make(self, rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+        """From rows `[n, layers, hidden]` and their peaks, float32 `[n, layers]`, on the device that they are on.
+
+        On CUDA the next call may use the memory again: it comes on the same stream, behind the copy to the host.
+        """
+        ...
+
+
+class PlainRows:
+    """Rows as the model has them."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.shape = (buffer.shape[1], buffer.shape[2])
+        self.dtype = buffer.dtype
+
+    def make(self, rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+class CpuPackedRows:
+    """Rows in float8, in memory of their own."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.shape = (buffer.shape[1], buffer.shape[2] + SCALE_BYTES)
+        self.dtype = torch.uint8
+
+    def make(self, rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+        return pack_rows(rows)
+
+
+class CudaPackedRows:
+    """Rows in float8, in memory that is set aside before vLLM gives the rest of the device's to its KV cache."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        count, layers, hidden = buffer.shape
+        self.shape = (layers, hidden + SCALE_BYTES)
+        self.dtype = torch.uint8
+        self._packed = buffer.new_empty((count, *self.shape), dtype=self.dtype)
+        self._scratch = make_scratch(layers, hidden, SCRATCH_BYTES, buffer.device)
+
+    def make(self, rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+        packed = self._packed[: len(rows)]
+        pack_into(packed, rows, peaks, self._scratch)
+        return packed
+
+
+def open_transfer(buffer: torch.Tensor, dtype: str) -> Transfer:
+    """The transfer for the device that the buffer `[max tokens, layers, hidden]` lives on.
+
+    dtype: "auto", that of the model, or "fp8", float8 with a scale for each row.
+    """
+    is_packed = dtype == "fp8"
     if buffer.device.type == "cuda":
-        return CudaTransfer(buffer)
-    return CpuTransfer(buffer)
+        return CudaTransfer(buffer, CudaPackedRows(buffer) if is_packed else PlainRows(buffer))
+    return CpuTransfer(buffer, CpuPackedRows(buffer) if is_packed else PlainRows(buffer))
 
 
 class CpuTransfer:
     """Copies rows within host memory."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, form: RowForm) -> None:
         self._buffer = buffer
-        self._limit = max(HOST_BYTES, 2 * buffer.nbytes)
+        self._form = form
+        self._row_bytes = _count_bytes(form)
+        self._limit = max(HOST_BYTES, 2 * len(buffer) * self._row_bytes)
         self._used = 0
         self._room = threading.Condition()
         self.num_waits = 0
 
     def send(self, count: int, indices: NDArray[np.int64] | None, tokens: torch.Tensor) -> Arrival:
-        nbytes = count * self._buffer[0].nbytes
+        nbytes = count * self._row_bytes
         self._take(nbytes)
         if indices is None:
             rows, kept = self._buffer[:count].clone(), tokens[:count].clone()
         else:
             index = torch.from_numpy(indices)
             rows, kept = self._buffer.index_select(0, index), tokens.index_select(0, index)
-        host = HostRows(rows, kept.numpy(), find_peaks(rows).numpy(), lambda: self._give_back(nbytes))
+        peaks = find_peaks(rows)
+        host = HostRows(self._form.make(rows, peaks), kept.numpy(), peaks.numpy(), lambda: self._give_back(nbytes))
         return Arrival(lambda: host, lambda: True)
 
     def _take(self, nbytes: int) -> None:
@@ -129,15 +195,16 @@ class CudaTransfer:
     Each torch call costs the step's thread some microseconds, so that tokens and peaks travel in one copy.
     """
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, form: RowForm) -> None:
         self._buffer = buffer
+        self._form = form
         self._num_layers = buffer.shape[1]
         self._stream = torch.cuda.Stream(buffer.device)
         self._staging = [_Staging(buffer) for _ in range(2)]
         self._turn = 0
-        capacity = max(4 * len(buffer), HOST_BYTES // buffer[0].nbytes)
+        capacity = max(4 * len(buffer), HOST_BYTES // _count_bytes(form))
         self._ring = Ring(capacity)
-        self._rows = torch.empty(capacity, *buffer.shape[1:], dtype=buffer.dtype, pin_memory=True)
+        self._rows = torch.empty(capacity, *form.shape, dtype=form.dtype, pin_memory=True)
         self._facts = torch.empty(capacity, self._num_layers + 1, dtype=torch.int32, pin_memory=True)
 
     @property
@@ -151,11 +218,11 @@ class CudaTransfer:
         self._turn = 1 - self._turn
         step = torch.cuda.current_stream(self._buffer.device)
         step.wait_event(staging.copied)
-        staged_facts = staging.fill(self._buffer, tokens, count, indices)
+        staged_facts, peaks = staging.fill(self._buffer, tokens, count, indices)
         staging.filled.record(step)
         self._stream.wait_event(staging.filled)
         with torch.cuda.stream(self._stream):
-            rows.copy_(staging.rows[:count], non_blocking=True)
+            rows.copy_(self._form.make(staging.rows[:count], peaks), non_blocking=True)
             facts.copy_(staged_facts, non_blocking=True)
         # Blocking: the writer's thread sleeps until the rows are there, and does not spin on a core of the engine's.
         arrived = staging.copied = torch.cuda.Event(blocking=True)
@@ -180,8 +247,9 @@ class _Staging:
 
     def fill(
         self, buffer: torch.Tensor, tokens: torch.Tensor, count: int, indices: NDArray[np.int64] | None
-    ) -> torch.Tensor:
-        """Take `count` rows over. Returns their tokens and peaks, as `split_facts` takes them apart."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take `count` rows over. Returns their tokens and peaks in one, as `split_facts` takes them apart, and the
+        peaks, float32 `[count, layers]`."""
         rows, facts = self.rows[:count], self.facts[: count * (buffer.shape[1] + 1)]
         staged_tokens, staged_peaks = split_facts(facts, buffer.shape[1])
         if indices is None:
@@ -192,7 +260,13 @@ class _Staging:
             torch.index_select(buffer, 0, index, out=rows)
             staged_tokens.copy_(tokens.index_select(0, index))
         torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32, out=staged_peaks)
-        return facts
+        return facts, staged_peaks
+
+
+def _count_bytes(form: RowForm) -> int:
+    """Of a token's rows on the host."""
+    layers, width = form.shape
+    return layers * width * form.dtype.itemsize
 
 
 def split_facts(facts: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:

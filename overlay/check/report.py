@@ -84,7 +84,8 @@ def check(plan: Plan, environ: Mapping[str, str] = os.environ) -> Report:
         lines += check_streams(facts)
         lines += check_parallelism(plan.tensor_parallel_size, facts)
     if ids and facts is not None:
-        lines += check_space(facts, len(ids), plan.num_tokens, settings.capture if settings else None)
+        capture, dtype = (settings.capture, settings.dtype) if settings else (None, "auto")
+        lines += check_space(facts, len(ids), plan.num_tokens, capture, dtype)
     if settings is not None:
         lines += check_environment(settings, environ)
     if installation is not None and settings is not None:

@@ -10,19 +10,26 @@ from pathlib import Path
 from vllm_overlay.capture.limits import HOST_BYTES
 from vllm_overlay.check.line import Line
 from vllm_overlay.check.model import ModelFacts
-from vllm_overlay.model_shape import find_itemsize
+from vllm_overlay.model_shape import count_row_bytes, find_itemsize
 
 
-def check_space(facts: ModelFacts, num_layers: int, num_tokens: int, capture: Path | None) -> Iterator[Line]:
-    """What rows take, and whether the capture folder can hold them. `num_tokens` are those of the dataset."""
+def check_space(
+    facts: ModelFacts, num_layers: int, num_tokens: int, capture: Path | None, dtype: str
+) -> Iterator[Line]:
+    """What rows take, and whether the capture folder can hold them. `num_tokens` are those of the dataset, `dtype` is
+    VLLM_OVERLAY_DTYPE."""
     if num_tokens < 1:
         yield Line("disk", "fails", "a number of tokens above 0", str(num_tokens), "give --tokens as the dataset has")
         return
     itemsize = find_itemsize("auto")
-    row = num_layers * facts.hidden_size * itemsize
+    row = num_layers * count_row_bytes(facts.hidden_size, itemsize, dtype)
     needed = row * num_tokens
-    size = f"{num_layers} layers x {facts.hidden_size} x {itemsize} bytes = {row} bytes a token"
-    yield Line("rows", "ok", "in the dtype that the model runs in, 16 bits unless --dtype float32", size)
+    if dtype == "fp8":
+        expected, width = "in 8 bits, as VLLM_OVERLAY_DTYPE=fp8 says", f"({facts.hidden_size} + 4)"
+    else:
+        expected = "in the dtype that the model runs in, 16 bits unless --dtype float32"
+        width = f"{facts.hidden_size} x {itemsize}"
+    yield Line("rows", "ok", expected, f"{num_layers} layers x {width} bytes = {row} bytes a token")
     yield _check_disk(capture, needed, num_tokens)
     yield Line(
         "host memory",

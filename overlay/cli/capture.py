@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one of this machine. Ray gives each its GPUs and starts a lost one again; needs the extra: "
         "pip install 'vllm-overlay[ray]'",
     )
-    parser.epilog = "vLLM's own engine options go after --, for example: -- --dtype float32 --enforce-eager"
+    parser.epilog = (
+        "VLLM_OVERLAY_DTYPE=fp8 stores rows in 8 bits (default: auto, in the dtype that the model runs in). vLLM's own "
+        "engine options go after --, for example: -- --dtype float32 --enforce-eager"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

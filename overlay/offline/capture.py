@@ -21,8 +21,9 @@ from vllm_overlay.dataset import Dataset, DatasetItem
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
 from vllm_overlay.layer_ids import resolve_layer_ids
-from vllm_overlay.model_shape import ModelShape, read_model_shape
+from vllm_overlay.model_shape import ModelShape, count_row_bytes, read_model_shape
 from vllm_overlay.offline.replica import ALONE, Plan, Replica, forget_launcher, share_out
+from vllm_overlay.settings import read_dtype
 from vllm_overlay.store import REPLICA_PREFIX, Record, Store, find_stores, is_store
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def capture_dataset(
     unbegun = _find_unbegun(store, replica, plan)
     theirs = [item for item, owner in zip(items, plan.owners, strict=True) if owner in unbegun and item.key in missing]
     check_disk(store, wanted + theirs, shape, len(layer_ids))
-    switch_on(folder, layers)
+    switch_on(folder, layers, read_dtype())
     if not _is_rank_of_an_engine(engine_options):
         forget_launcher(os.environ)
     bar_name = f"capture {replica}" if replica.count > 1 else "capture"
@@ -109,11 +110,6 @@ def find_readable(store: Path, own: Path, plan: Plan) -> list[Path]:
     return [path for path in found if (path == own or not path.name.endswith(f"-{plan.digest}")) and is_store(path)]
 
 
-def estimate_bytes(num_tokens: int, num_layers: int, hidden_size: int, itemsize: int) -> int:
-    """Bytes of rows that this many tokens take."""
-    return num_tokens * num_layers * hidden_size * itemsize
-
-
 def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
     """A mask as [start, end) pairs of its true runs."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
@@ -123,7 +119,7 @@ def find_spans(mask: NDArray[np.bool_]) -> list[list[int]]:
 def find_missing(
     items: Sequence[DatasetItem], stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]
 ) -> list[DatasetItem]:
-    """The items that none of the stores holds. Errors: OverlayError when one holds other layers or another model's."""
+    """The items that none of the stores holds. Errors: OverlayError when one holds other rows than wanted."""
     _check_stores(stores, model, layer_ids)
     done = find_done(stores, items)
     return [item for item in items if item.key not in done]
@@ -148,7 +144,7 @@ def _is_whole(record: Record, token_ids: NDArray[np.int64] | None) -> bool:
 
 
 def _check_stores(stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]) -> None:
-    """Errors: OverlayError when one of the stores holds other layers or another model's states."""
+    """Errors: OverlayError when one of the stores holds other layers, another model's states, or another dtype."""
     for store in stores:
         with Store(store) as opened:
             if opened.layer_ids != layer_ids:
@@ -157,6 +153,11 @@ def _check_stores(stores: Sequence[Path], model: str, layer_ids: tuple[int, ...]
                 )
             if opened.meta.model_fingerprint != fingerprint_model(model, {}):
                 raise OverlayError(f"{store} holds states of other weights ({opened.meta.model}): name another store")
+            if opened.meta.is_packed != (read_dtype() == "fp8"):
+                raise OverlayError(
+                    f"{store} holds rows in {opened.meta.dtype}, and VLLM_OVERLAY_DTYPE is {read_dtype()}: name "
+                    f"another store, or set it to {'fp8' if opened.meta.is_packed else 'auto'}"
+                )
 
 
 def _refuse_ranks_of_one_engine(replica: Replica, engine_options: Sequence[str]) -> None:
@@ -183,19 +184,21 @@ def check_disk(store: Path, items: Sequence[DatasetItem], shape: ModelShape, num
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OverlayError(f"cannot write {store}: {folder} is not a folder that can be written; choose another")
     num_tokens = sum(len(item.token_ids) for item in items)
-    needed = estimate_bytes(num_tokens, num_layers, shape.hidden_size, shape.itemsize)
+    row_bytes = count_row_bytes(shape.hidden_size, shape.itemsize, read_dtype())
+    needed = num_tokens * num_layers * row_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OverlayError(
-            f"{num_tokens} tokens x {num_layers} layers x {shape.hidden_size} x {shape.itemsize} bytes need "
+            f"{num_tokens} tokens x {num_layers} layers x {row_bytes} bytes need "
             f"{needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB free: free some, or capture fewer layers"
         )
 
 
-def switch_on(store: Path, layers: str) -> None:
+def switch_on(store: Path, layers: str, dtype: str) -> None:
     os.environ["VLLM_OVERLAY"] = "1"
     os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
     os.environ["VLLM_OVERLAY_LAYERS"] = layers
+    os.environ["VLLM_OVERLAY_DTYPE"] = dtype
     for name in NOT_FOR_COMMANDS:
         os.environ.pop(name, None)
     activation.activate()

@@ -117,7 +117,8 @@ def _generate_and_capture(
     os.environ["VLLM_OVERLAY"] = "1"
     os.environ["VLLM_OVERLAY_CAPTURE"] = str(store)
     os.environ["VLLM_OVERLAY_LAYERS"] = ",".join(map(str, layer_ids))
-    for name in NOT_FOR_COMMANDS:
+    # The draft is fed the states that the model computed, not what a store in 8 bits would keep of them.
+    for name in (*NOT_FOR_COMMANDS, "VLLM_OVERLAY_DTYPE"):
         os.environ.pop(name, None)
     activation.activate()
     from vllm_overlay.offline.engine import build_engine, shut_down

@@ -35,6 +35,7 @@ from vllm_overlay.offline.capture import (
     find_missing,
     switch_on,
 )
+from vllm_overlay.settings import read_dtype
 from vllm_overlay.store import REPLICA_PREFIX, find_stores, is_store
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def capture_with_ray(
     check_disk(store, wanted, shape, len(layer_ids))
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts tokens
-    plan = EnginePlan(str(dataset.absolute()), model, str(store.absolute()), layers, tuple(engine_options))
+    plan = EnginePlan(
+        str(dataset.absolute()), model, str(store.absolute()), layers, read_dtype(), tuple(engine_options)
+    )
     gpus = count_gpus(engine_options, replicas, ray.cluster_resources())
     started = time.perf_counter()
     try:
@@ -81,12 +84,13 @@ def capture_with_ray(
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What every replica needs to know; folders as paths that all machines have."""
+    """What every replica needs to know; folders as paths that all machines have, and no variable of this one's."""
 
     dataset: str
     model: str
     store: str
     layers: str
+    dtype: str
     engine_options: tuple[str, ...]
 
 
@@ -108,7 +112,7 @@ class EngineReplica:
         self._llm = self._start_engine(plan)
 
     def _start_engine(self, plan: EnginePlan) -> LLM:
-        switch_on(self._folder, plan.layers)
+        switch_on(self._folder, plan.layers, plan.dtype)
         from vllm_overlay.offline.engine import build_engine
 
         return build_engine(plan.model, plan.engine_options)

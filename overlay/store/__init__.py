@@ -16,6 +16,7 @@ A store lives on a filesystem of one machine: SQLite's write-ahead log needs sha
 from __future__ import annotations
 
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
+from vllm_overlay.store.float8 import pack_rows
 from vllm_overlay.store.joined import REPLICA_PREFIX, JoinedStore, find_stores, is_store
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.parts import Part
@@ -40,5 +41,6 @@ __all__ = [
     "find_stores",
     "is_store",
     "measure_norms",
+    "pack_rows",
     "summarize",
 ]

@@ -18,6 +18,7 @@ import torch
 from vllm_overlay.store.checksum import COMPUTE_CHECKSUM
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError, naming_path
 from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents
+from vllm_overlay.store.float8 import unpack_rows
 from vllm_overlay.store.index import Index
 from vllm_overlay.store.log import ShardRows
 from vllm_overlay.store.meta import StoreMeta
@@ -75,13 +76,15 @@ class ShardMaps:
             start, count, at = start + here, count - here, at + 1
 
     def join(self, log: int, extents: Extents) -> torch.Tensor:
-        """The rows of extents without holes, `[rows, the log's layers, hidden]`: a view of one shard's map, or a copy.
+        """The rows of extents without holes, `[rows, the log's layers, hidden]`: a view of one shard's map, or a copy,
+        as those in float8 always are.
 
         Raises StoreError if a shard is missing or cut short.
         """
         pieces = [piece for start, count in extents.tolist() for piece in self.split(log, start, count)]
         views = [self._view(piece, log) for piece in pieces]
-        return views[0] if len(views) == 1 else torch.cat(views)
+        rows = views[0] if len(views) == 1 else torch.cat(views)
+        return unpack_rows(rows) if self._metas[log].is_packed else rows
 
     def _view(self, piece: Piece, log: int) -> torch.Tensor:
         rows = self._map(piece.file, log)[piece.first : piece.first + piece.count]
@@ -101,7 +104,7 @@ class ShardMaps:
 
 
 def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
-    """`[rows, layers, hidden]`: the file in memory.
+    """`[rows, layers, hidden]`, or packed rows: the file in memory.
 
     The map is private and writable, as for `torch.load(mmap=True)`: PyTorch has no read-only tensors, and warns about
     read-only memory because a write to it would kill the process. What is written to it stays in this process. It keeps
@@ -120,7 +123,7 @@ def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
         content = torch.from_file(str(path), shared=False, size=start + rows * meta.row_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise StoreError(f"cannot map {path}: {error}") from error
-    return content[start:].view(meta.torch_dtype).view(rows, *meta.row_shape)
+    return content[start:].view(meta.stored_dtype).view(rows, *meta.stored_shape)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Record:
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """`[T, layers, hidden]` on the CPU, in the store's dtype and its order of layers.
+        """`[T, layers, hidden]` on the CPU, in the store's dtype and its order of layers; of float8 a copy in bfloat16.
 
         If the rows lie together in one shard this is a view of the file's map, shared by all records of the store: do
         not write to it. Otherwise it is a copy. Raises IncompleteRecordError if positions have no row, StoreError if a

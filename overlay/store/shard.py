@@ -1,4 +1,5 @@
-"""A shard: one safetensors file with the tensor `hidden_states` `[rows, layers, hidden]`.
+"""A shard: one safetensors file with the tensor `hidden_states` `[rows, layers, hidden]`, or, in a store of float8,
+`packed_hidden_states` uint8 `[rows, layers, hidden + 4]` (see float8.py).
 
 The header for the full number of rows is written first and the file is given its full, sparse size before it gets its
 name, so that it is valid from the moment it can be seen. Its length is a multiple of 8 and stays as it is: a header for
@@ -16,7 +17,7 @@ from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.meta import SAFETENSORS_DTYPES, StoreMeta
 
 FORMAT_VERSION = "1"
-TENSOR = "hidden_states"
+TENSOR, PACKED_TENSOR = "hidden_states", "packed_hidden_states"
 LENGTH_BYTES = 8  # before the header: its length as a little-endian unsigned 64-bit number
 
 # Larger than any header of ours; a longer one means that the file is something else.
@@ -30,9 +31,9 @@ def write_header(meta: StoreMeta, rows: int) -> bytes:
             "format_version": FORMAT_VERSION,
             "layer_ids": json.dumps(meta.layer_ids),
         },
-        TENSOR: {
+        PACKED_TENSOR if meta.is_packed else TENSOR: {
             "dtype": SAFETENSORS_DTYPES[meta.dtype],
-            "shape": [rows, *meta.row_shape],
+            "shape": [rows, *meta.stored_shape],
             "data_offsets": [0, rows * meta.row_bytes],
         },
     }

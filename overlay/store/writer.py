@@ -122,11 +122,12 @@ class StoreWriter:
     def append(self, rows: torch.Tensor) -> int:
         """Write rows `[n, layers, hidden]` (CPU, contiguous, the store's dtype) and return the row number of the first.
 
-        Raises StoreError if they are of another shape or dtype, or cannot be written; the log is as before then.
+        A store in float8 takes them packed, uint8 `[n, layers, hidden + 4]`, as `pack_rows` makes them. Raises
+        StoreError if they are of another shape or dtype, or cannot be written; the log is as before then.
         """
-        shape, dtype = self.meta.row_shape, self.meta.torch_dtype
+        shape, dtype = self.meta.stored_shape, self.meta.stored_dtype
         if rows.dim() != 3 or tuple(rows.shape[1:]) != shape or rows.dtype != dtype:
-            wanted = f"[n, {shape[0]}, {shape[1]}] of {dtype}"
+            wanted = f"[n, {shape[0]}, {shape[1]}] of {dtype}{', as pack_rows makes them' * self.meta.is_packed}"
             raise StoreError(f"this store takes rows {wanted}, not {list(rows.shape)} of {rows.dtype}")
         if rows.device.type != "cpu" or not rows.is_contiguous():
             raise StoreError(f"rows must be contiguous on the CPU, not on {rows.device} with strides {rows.stride()}")
@@ -142,8 +143,8 @@ class StoreWriter:
         return first
 
     def read_rows(self, start: int, count: int) -> torch.Tensor:
-        """Rows `[count, layers, hidden]` of this log, a copy. Raises StoreError if they were not all appended."""
-        rows = torch.empty((count, *self.meta.row_shape), dtype=self.meta.torch_dtype)
+        """Rows of this log as they were appended, a copy. Raises StoreError if they were not all appended."""
+        rows = torch.empty((count, *self.meta.stored_shape), dtype=self.meta.stored_dtype)
         with self._lock:
             self._check_open()
             self._rows.read(start, _view_bytes(rows))

@@ -17,7 +17,6 @@ from vllm_overlay.offline import capture
 from vllm_overlay.offline.capture import (
     CaptureSummary,
     capture_dataset,
-    estimate_bytes,
     find_done,
     find_readable,
     find_spans,
@@ -38,18 +37,17 @@ def make_item(key: str, length: int) -> DatasetItem:
     return DatasetItem(key, np.arange(length, dtype=np.int64), np.ones(length, dtype=np.bool_))
 
 
-def test_the_estimate() -> None:
-    """CASES 18: 1,000 prompts x 4,096 tokens x 4 layers x 2,880 x 2 bytes."""
-    assert estimate_bytes(1000 * 4096, 4, 2880, 2) == 94_371_840_000
-
-
-def test_too_small_a_disk_is_refused_before_the_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 18: with 50 GB free."""
-    monkeypatch.setattr(capture.shutil, "disk_usage", lambda folder: SimpleNamespace(free=50 * 10**9))
+@pytest.mark.parametrize(("dtype", "needed"), [("auto", r"5760 bytes need 94\.4"), ("fp8", r"2884 bytes need 47\.3")])
+def test_too_small_a_disk_is_refused_before_the_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, needed: str
+) -> None:
+    """CASES 18: 1,000 prompts x 4,096 tokens x 4 layers x 2,880 x 2 bytes, with 40 GB free."""
+    monkeypatch.setenv("VLLM_OVERLAY_DTYPE", dtype)
+    monkeypatch.setattr(capture.shutil, "disk_usage", lambda folder: SimpleNamespace(free=40 * 10**9))
     items = [make_item(f"i{i}", 4096) for i in range(1000)]
     write_dataset(tmp_path / "data", items, {})
     model = write_model(tmp_path / "model")
-    with pytest.raises(OverlayError, match=r"need 94\.4 GB in .*, which has 50\.0 GB free"):
+    with pytest.raises(OverlayError, match=rf"{needed} GB in .*, which has 40\.0 GB free"):
         capture_dataset(
             tmp_path / "data", model=str(model), store=tmp_path / "store", layers="eagle3", engine_options=[]
         )
@@ -77,6 +75,16 @@ def test_nothing_left_to_do_starts_no_engine(tmp_path: Path) -> None:
         tmp_path / "data", model=str(model), store=store, layers="1", engine_options=["--no-such-option"]
     )
     assert (summary.captured, summary.already_there, summary.num_tokens) == (0, 1, 0)
+
+
+def test_a_store_of_rows_in_another_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model loads: replicas write stores of their own, and would be read as one only later."""
+    model = write_model(tmp_path / "model", hidden=4, layers=2)
+    make_store(tmp_path, model, name="store/replica-0-of-3-0123abcd")
+    write_dataset(tmp_path / "data", [make_item("i0", 2)], {})
+    monkeypatch.setenv("VLLM_OVERLAY_DTYPE", "fp8")
+    with pytest.raises(OverlayError, match=r"holds rows in float32, and VLLM_OVERLAY_DTYPE is fp8: .* set it to auto"):
+        capture_as(tmp_path, ALONE)
 
 
 def test_a_record_of_other_tokens_is_not_the_item(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
     monkeypatch.setattr(EngineReplica, "_start_engine", lambda replica, plan: WritingEngine(replica._folder))
     monkeypatch.setattr(EngineReplica, "__del__", lambda replica: None)
     monkeypatch.setattr(ray_replicas, "capture_group", WritingEngine.capture)
-    return EnginePlan(str(tmp_path / "data"), "toy", str(tmp_path / "store"), "1", ())
+    return EnginePlan(str(tmp_path / "data"), "toy", str(tmp_path / "store"), "1", "auto", ())
 
 
 def start(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch, actor: str = "a0", node: str = "n0") -> EngineReplica:

@@ -12,6 +12,7 @@ def test_defaults() -> None:
     assert settings.enabled
     assert settings.capture is None
     assert (settings.layers, settings.tokens, settings.sample, settings.policy) == ("eagle3", "all", 1.0, "strict")
+    assert settings.dtype == "auto"
 
 
 @pytest.mark.parametrize("value", ["", "0"])
@@ -35,7 +36,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
     [
         ("VLLM_OVERLAY_TOKENS", "some", "is not one of all, prompt, last"),
         ("VLLM_OVERLAY_POLICY", "lax", "is not one of strict, warn"),
-        ("VLLM_OVERLAY_DTYPE", "int4", "is not one of auto"),
+        ("VLLM_OVERLAY_DTYPE", "int4", "VLLM_OVERLAY_DTYPE='int4' is not one of auto, fp8"),
         ("VLLM_OVERLAY_SAMPLE", "1.5", "is not a fraction between 0 and 1"),
         ("VLLM_OVERLAY_SAMPLE", "nan", "is not a fraction between 0 and 1"),
         ("VLLM_OVERLAY_SAMPLE", "x", "is not a fraction between 0 and 1"),
@@ -52,6 +53,11 @@ def test_values_out_of_range_name_the_variable(name: str, value: str, message: s
 @pytest.mark.parametrize("tokens", ["all", "prompt", "last"])
 def test_which_rows_are_kept(tokens: str) -> None:
     assert read_settings({"VLLM_OVERLAY_TOKENS": tokens}).tokens == tokens
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_what_rows_are_stored_in(dtype: str) -> None:
+    assert read_settings({"VLLM_OVERLAY_DTYPE": dtype}).dtype == dtype
 
 
 def test_layers_keep_the_order_asked_for() -> None:

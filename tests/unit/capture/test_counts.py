@@ -16,7 +16,7 @@ from vllm_overlay.capture.counts import COUNTERS, COUNTS, CountsCollector, Count
 from vllm_overlay.capture.recorder import Recorder, RequestFacts, Statistics
 from vllm_overlay.capture.rows import Plan
 from vllm_overlay.capture.session import Bystander, CaptureSession
-from vllm_overlay.capture.transfer import CpuTransfer
+from vllm_overlay.capture.transfer import open_transfer
 from vllm_overlay.shared_folder import FOLDER_VARIABLE
 from vllm_overlay.store import Store, StoreMeta, StoreWriter
 
@@ -137,7 +137,8 @@ def test_the_counts_after_a_commit_are_those_of_the_store(folder: Path, tmp_path
     recorder.call_after_commits(write_counts)
     recorder.begin("key", RequestFacts("r", np.array([7, 8, 9]), None, None))
     plan = Plan(None, 3, 0, ("key",), np.array([0]), np.array([3]))
-    recorder.write(plan, CpuTransfer(torch.randn(3, 2, 4)).send(3, None, torch.tensor([7, 8, 9], dtype=torch.int32)))
+    transfer = open_transfer(torch.randn(3, 2, 4), "auto")
+    recorder.write(plan, transfer.send(3, None, torch.tensor([7, 8, 9], dtype=torch.int32)))
     recorder.finish("key", np.arange(3), "stop")
     recorder.flush()
     with Store.open(tmp_path / "store") as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from vllm_overlay.capture.recorder import CaptureError, Recorder, RequestFacts
 from vllm_overlay.capture.rows import Plan
-from vllm_overlay.capture.transfer import Arrival, CpuTransfer, HostRows
-from vllm_overlay.store import Store, StoreMeta, StoreWriter
+from vllm_overlay.capture.transfer import Arrival, HostRows, open_transfer
+from vllm_overlay.store import Store, StoreMeta, StoreWriter, pack_rows
+from vllm_overlay.store.float8 import unpack_rows
 
 META = StoreMeta((1, 2), 4, "float32", 2, "toy", "f" * 64, "0.16.0", "V1")
 
@@ -28,9 +30,16 @@ def plan_one(start: int, length: int, first_row: int) -> Plan:
     return Plan(None, length, first_row, ("key",), np.array([start]), np.array([length]))
 
 
-def send(recorder: Recorder, buffer: torch.Tensor, tokens: list[int], start: int = 0, first_row: int = 0) -> None:
+def send(
+    recorder: Recorder,
+    buffer: torch.Tensor,
+    tokens: list[int],
+    start: int = 0,
+    first_row: int = 0,
+    dtype: str = "auto",
+) -> None:
     plan = plan_one(start, len(tokens), first_row)
-    transfer = CpuTransfer(buffer)
+    transfer = open_transfer(buffer, dtype)
     recorder.write(plan, transfer.send(len(tokens), None, torch.tensor(tokens, dtype=torch.int32)))
 
 
@@ -129,8 +138,8 @@ def test_rows_that_are_here_do_not_wait_for_those_that_are_not(recorder: Recorde
     """A step that the device still computes must not hold the room of the steps before it."""
     written_before = []
     tokens = torch.tensor([1], dtype=torch.int32)
-    first = CpuTransfer(torch.randn(1, 2, 4)).send(1, None, tokens)
-    second = CpuTransfer(torch.randn(1, 2, 4)).send(1, None, tokens)
+    first = open_transfer(torch.randn(1, 2, 4), "auto").send(1, None, tokens)
+    second = open_transfer(torch.randn(1, 2, 4), "auto").send(1, None, tokens)
 
     def wait() -> HostRows:
         written_before.append(recorder.statistics.num_rows)
@@ -286,7 +295,7 @@ def test_a_step_that_waits_for_room_goes_on_when_writing_fails(
 
     monkeypatch.setattr("os.pwrite", full)
     buffer, tokens = torch.randn(1, 2, 4), torch.tensor([1], dtype=torch.int32)
-    transfer = CpuTransfer(buffer)  # room for two steps
+    transfer = open_transfer(buffer, "auto")  # room for two steps
     begin(recorder, [1] * 9)
     with pytest.raises(CaptureError, match="No space left on device"):
         for position in range(9):
@@ -302,3 +311,22 @@ def test_a_hole_is_saved_as_incomplete_and_counted(recorder: Recorder, tmp_path:
     assert recorder.statistics.num_incomplete == 1
     with Store.open(tmp_path / "store") as store:
         assert not store["r"].complete
+
+
+def test_rows_in_8_bits_are_looked_at_before_they_are_packed(tmp_path: Path) -> None:
+    """A row that is all zero, or not finite, is refused as any other; the others are as e4m3 has them."""
+    meta = replace(META, dtype="float8_e4m3fn")
+    recorder = Recorder(StoreWriter.open(tmp_path / "store", meta), meta.layer_ids)
+    rows = torch.randn(3, 2, 4)
+    begin(recorder, [7, 8, 9])
+    send(recorder, rows.clone(), [7, 8, 9], dtype="fp8")
+    recorder.finish("key", np.arange(3), "stop")
+    recorder.flush()
+    assert recorder.statistics.num_bytes == 3 * 2 * (4 + 4)
+    with Store.open(tmp_path / "store") as store:
+        assert store["r"].hidden_states.equal(unpack_rows(pack_rows(rows)))
+    rows[1, 1] = 0
+    begin(recorder, [7, 8, 9])
+    send(recorder, rows, [7, 8, 9], first_row=3, dtype="fp8")
+    with pytest.raises(CaptureError, match="'r', position 1, layer 2: the row is all zero"):
+        recorder.close()

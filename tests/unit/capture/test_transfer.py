@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.capture import transfer
-from vllm_overlay.capture.transfer import CpuTransfer, HostRows, Ring, find_peaks, join_rows, split_facts
+from vllm_overlay.capture.transfer import (
+    CudaPackedRows,
+    HostRows,
+    Ring,
+    find_peaks,
+    join_rows,
+    open_transfer,
+    split_facts,
+)
+from vllm_overlay.store import pack_rows
 
 
 @given(st.lists(st.one_of(st.integers(1, 7), st.none()), max_size=60))
@@ -54,7 +63,7 @@ def test_a_full_ring_makes_the_step_wait_and_counts_it() -> None:
 def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "HOST_BYTES", 0)
     buffer = torch.arange(24.0).reshape(3, 2, 4)
-    sender = CpuTransfer(buffer)
+    sender = open_transfer(buffer, "auto")
     tokens = torch.tensor([7, 8, 9], dtype=torch.int32)
     first = sender.send(3, None, tokens).wait()
     second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens).wait()
@@ -67,6 +76,31 @@ def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sender.send(3, None, tokens)
     assert sender.num_waits == 1
     timer.join()
+
+
+def test_rows_in_8_bits_are_packed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks are those of the rows themselves, and the room is counted in the bytes that they take."""
+    monkeypatch.setattr(transfer, "HOST_BYTES", 0)
+    buffer = torch.randn(4, 2, 8)
+    wanted, peaks = pack_rows(buffer), find_peaks(buffer)
+    sender, tokens = open_transfer(buffer, "fp8"), torch.arange(4, dtype=torch.int32)
+    first = sender.send(4, None, tokens).wait()
+    second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens).wait()
+    third = sender.send(2, None, tokens).wait()
+    assert sender.num_waits == 0
+    buffer.zero_()
+    for host, rows in ((first, [0, 1, 2, 3]), (second, [2, 0]), (third, [0, 1])):
+        assert host.rows.equal(wanted[rows])
+        assert host.peaks.tolist() == peaks[rows].tolist()
+
+
+def test_on_a_device_the_memory_for_packed_rows_is_used_again() -> None:
+    rows = torch.randn(5, 2, 8).bfloat16()
+    form = CudaPackedRows(torch.empty_like(rows))
+    first = form.make(rows[:2], find_peaks(rows[:2]))
+    assert first.equal(pack_rows(rows[:2])) and (form.shape, form.dtype) == ((2, 12), torch.uint8)
+    assert form.make(rows, find_peaks(rows)).equal(pack_rows(rows))
+    assert first.equal(pack_rows(rows)[:2])
 
 
 def test_tokens_and_peaks_share_one_piece_of_memory() -> None:

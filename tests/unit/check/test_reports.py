@@ -124,6 +124,12 @@ def test_the_whole_of_a_report(write_config: WriteConfig) -> None:
     assert max(map(len, text)) <= 120
 
 
+def test_rows_in_8_bits_take_half_the_disk(write_config: WriteConfig) -> None:
+    report = check(Plan(write_config(LLAMA), num_tokens=2_000_000), {"VLLM_OVERLAY_DTYPE": "fp8"})
+    assert find(report, "rows").found == "4 layers x (4096 + 4) bytes = 16400 bytes a token"
+    assert find(report, "disk").expected == "32.8 GB for 2000000 tokens"
+
+
 def test_a_config_file_does_for_a_folder(write_config: WriteConfig) -> None:
     report = check(Plan(write_config(LLAMA) / "config.json", layers="32,0"), {})
     assert report.failing == []

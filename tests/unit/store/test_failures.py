@@ -182,7 +182,7 @@ def test_rows_of_another_target_are_refused(changes: dict[str, Any], message: st
         ({"layer_ids": (7,)}, r"layer ids \[7\] are outside 0..6"),
         ({"layer_ids": (1, 1)}, r"one or more different numbers, not \[1, 1\]"),
         ({"layer_ids": ()}, r"one or more different numbers, not \[\]"),
-        ({"dtype": "int8"}, "holds float32, bfloat16, float16, not 'int8'"),
+        ({"dtype": "int8"}, "holds float32, bfloat16, float16, float8_e4m3fn, not 'int8'"),
         ({"hidden_size": 0}, "hidden size must be at least 1"),
     ],
 )
