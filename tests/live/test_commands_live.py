@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,6 +241,34 @@ def test_vllms_counters_agree_with_the_chain(report: dict[str, Any]) -> None:
     assert report["texts_equal"] == 12
     for name in ("num_drafts", "num_draft_tokens", "accepted_per_position"):
         assert report["vllm"][name] == report["chain"][name]
+
+
+SERVE = """
+import sys
+from vllm import LLM
+for draft, model in zip(sys.argv[1::2], sys.argv[2::2]):
+    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
+    try:
+        LLM(model, speculative_config=speculative, dtype="float32", enforce_eager=True, max_model_len=256)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_draft_is_not_served_with_other_layers_or_another_target(draft: Path, model: Path, tmp_path: Path) -> None:
+    """Refused in the front end, where no process of an engine has been started yet."""
+    changed = shutil.copytree(draft, tmp_path / "changed")
+    config = json.loads((draft / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}))
+    stranger = write_tiny_llama(tmp_path / "stranger", layers=LAYERS, seed=1, spread=0.05)
+    words = [changed, model, draft, stranger]
+    done = run_python(["-c", SERVE, *map(str, words)], {"VLLM_OVERLAY": "1"})
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("DraftMismatchError: ")]
+    assert len(refusals) == 2, done.stdout[-2000:] + done.stderr[-3000:]
+    assert f"draft {changed}: trained on layers 2, 4, 5 of {model}, and vLLM" in refusals[0]
+    assert "would feed it layers 1, 4, 5;" in refusals[0]
+    assert f"draft {draft}: trained on another target than {stranger}, of the same sizes" in refusals[1]
+    assert "Loading weights" not in done.stdout + done.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(
