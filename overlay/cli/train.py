@@ -135,6 +135,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the matrix products; weights stay float32 (default: auto, bfloat16 on a GPU, float32 on a CPU)",
     )
+    loop.add_argument(
+        "--attention",
+        choices=["auto", "mask", "flex"],
+        default="auto",
+        help="how packed records are kept apart: plain products and a mask, or PyTorch's flex attention, which needs a "
+        "GPU (default: auto, flex in bfloat16 on a GPU)",
+    )
+    loop.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the step with torch.compile, which takes a minute or so at the start (default: with flex "
+        "attention on a GPU)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,6 +179,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         checkpoint_every=args.checkpoint_every,
         dtype=args.dtype,
+        attention=args.attention,
+        compile=args.compile,
     )
     with join_ranks(args.device) as ranks:
         result = train(

@@ -4,7 +4,8 @@ Step s at row p attends the rows <= p of step 0 (true features) and only its own
 That is what a draft does when it is served: the chain from row p grows a private tail on a shared prefix. The prefix
 part is an ordinary causal product, the tail is one dot product a step, and one softmax runs over both, so no [rows,
 rows * steps] matrix exists. Source: EAGLE-3 (Li et al. 2025), section 3; the mask of SpecForge and speculators,
-written without a mask.
+written without a mask. Here it is plain matrix products, document by document, for any device and any dtype; `flex` has
+it as one kernel for a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from vllm_overlay.eagle3.flex import attend_blocks
 
 ROWS_PER_SPAN = 256  # bounds the scores held at once to [heads, 256, document]
 
@@ -25,6 +29,10 @@ class Span:
     row_stop: int
     key_start: int
     key_stop: int
+
+
+# What the rows of a batch see of its tokens, for one or the other way to compute it.
+Sight = Sequence[Span] | BlockMask
 
 
 def make_spans(rows: torch.Tensor, document_starts: Sequence[int], rows_per_span: int = ROWS_PER_SPAN) -> list[Span]:
@@ -50,13 +58,27 @@ def attend(
     tail_keys: Sequence[torch.Tensor],
     tail_values: Sequence[torch.Tensor],
     rows: torch.Tensor,
-    spans: Sequence[Span],
+    sight: Sight,
 ) -> torch.Tensor:
     """Attention output `[rows, heads * head_dim]`.
 
     queries: [rows, heads, head_dim]. keys, values: [tokens, kv_heads, head_dim] of step 0. tail_keys, tail_values: one
     [rows, kv_heads, head_dim] for each later step so far. rows: int64 [rows], the token number of each query.
     """
+    if isinstance(sight, BlockMask):
+        return attend_blocks(queries, keys, values, tail_keys, tail_values, sight)
+    return _attend_spans(queries, keys, values, tail_keys, tail_values, rows, sight)
+
+
+def _attend_spans(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tail_keys: Sequence[torch.Tensor],
+    tail_values: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    spans: Sequence[Span],
+) -> torch.Tensor:
     kv_heads, head_dim = keys.shape[1:]
     group = queries.shape[1] // kv_heads
     grouped = (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_overlay.eagle3.attention import Span, make_spans
-from vllm_overlay.eagle3.target import widen
+from vllm_overlay.eagle3.attention import Sight, make_spans
+from vllm_overlay.eagle3.flex import make_blocks
 
 TARGETS_PER_CHUNK = 1024  # bounds the logits held at once to [1024, draft_vocab]
 
@@ -44,17 +44,15 @@ class Batch:
     Only rows with something to score at some step are computed (`rows`); all tokens are keys.
     """
 
-    features: torch.Tensor  # [tokens, 3, target_hidden] float32
+    features: torch.Tensor  # [tokens, 3, target_hidden], in the store's dtype
     next_tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     rows: torch.Tensor  # int64 [rows], token numbers
-    spans: list[Span]
+    sight: Sight
     row_tokens: list[torch.Tensor]  # for each step: int64 [rows], the token each row reads
     scored: list[torch.Tensor]  # for each step: int64 [n], which of `rows` are scored
     scored_targets: list[torch.Tensor]  # for each step: int64 [n], which of `final_states` they are scored against
-    final_states: (
-        torch.Tensor
-    )  # [targets, target_hidden] float32: the states at every masked token that some row predicts
+    final_states: torch.Tensor  # [targets, target_hidden]: the states at every masked token that some row predicts
     chunks: list[Chunk]
 
     @property
@@ -62,8 +60,12 @@ class Batch:
         return len(self.positions)
 
 
-def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Batch:
-    """Pack documents for `steps` steps of test-time training. Documents never see each other."""
+def pack(documents: Sequence[Document], steps: int, device: torch.device, attention: str = "mask") -> Batch:
+    """Pack documents for `steps` steps of test-time training. Documents never see each other.
+
+    attention: "mask" (see `attention`) or "flex" (see `flex`). On a GPU, copies may still be under way in the current
+    stream.
+    """
     lengths = [len(document.token_ids) for document in documents]
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     token_ids = torch.cat([document.token_ids for document in documents])
@@ -86,21 +88,33 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device) -> Bat
     target_number = is_target.cumsum(0) - 1
     scored = [count[rows].nonzero()[:, 0] for count in counts]
     scored_targets = [target_number[safe[rows[index]]] for safe, index in zip(clamped, scored, strict=True)]
-    # In two calls: one call would convert on the CPU, and then carry twice the bytes to a GPU.
-    features = widen(torch.cat([document.features for document in documents]).to(device))
-    final_states = widen(torch.cat([document.final_states for document in documents])[is_target].to(device))
+    final_states = [
+        document.final_states[chosen] for document, chosen in zip(documents, is_target.split(lengths), strict=True)
+    ]
     return Batch(
-        features=features,
-        next_tokens=token_ids[clamped[0]].to(device),
-        positions=(token_numbers - start_of_token + first_of_token).to(device),
-        rows=rows.to(device),
-        spans=make_spans(rows, starts.tolist()),
-        row_tokens=[token_ids[safe[rows]].to(device) for safe in clamped],
-        scored=[index.to(device) for index in scored],
-        scored_targets=[targets.to(device) for targets in scored_targets],
-        final_states=final_states,
+        features=_send([document.features for document in documents], device),
+        next_tokens=_send([token_ids[clamped[0]]], device),
+        positions=_send([token_numbers - start_of_token + first_of_token], device),
+        rows=_send([rows], device),
+        sight=make_blocks(rows, starts.tolist(), total, device)
+        if attention == "flex"
+        else make_spans(rows, starts.tolist()),
+        row_tokens=[_send([token_ids[safe[rows]]], device) for safe in clamped],
+        scored=[_send([index], device) for index in scored],
+        scored_targets=[_send([targets], device) for targets in scored_targets],
+        final_states=_send(final_states, device),
         chunks=make_chunks(scored_targets, int(is_target.sum())),
     )
+
+
+def _send(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The parts one after another, on the device. From memory that cannot be paged out a GPU copies by itself, several
+    times as fast."""
+    if device.type == "cpu":
+        return torch.cat(list(parts))
+    shape = sum(map(len, parts)), *parts[0].shape[1:]
+    staged = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(list(parts), out=staged).to(device, non_blocking=True)
 
 
 def make_chunks(

@@ -7,7 +7,6 @@ al. 2025); `vllm/model_executor/models/llama_eagle3.py`, whose forward this foll
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, silu
 
-from vllm_overlay.eagle3.attention import Span, attend, rotate
+from vllm_overlay.eagle3.attention import Sight, attend, rotate
 from vllm_overlay.eagle3.target import rms_norm, widen
 
 NUM_FEATURES = 3
@@ -55,7 +54,7 @@ class Chain:
     keys: torch.Tensor  # [tokens, kv_heads, head_dim]
     values: torch.Tensor
     rows: torch.Tensor  # int64 [rows]: token number in the batch of each row that predicts
-    spans: Sequence[Span]
+    sight: Sight
     tail_keys: list[torch.Tensor] = field(default_factory=list)  # each [rows, kv_heads, head_dim]
     tail_values: list[torch.Tensor] = field(default_factory=list)
 
@@ -159,7 +158,8 @@ class Draft(nn.Module):
         return widen(embedding(token_ids, cast(torch.Tensor, self.target_embeddings)))
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """[tokens, 3, target_hidden] -> [tokens, hidden]."""
+        """[tokens, 3, target_hidden], of 16 bits or more -> [tokens, hidden]."""
+        features = widen(features)
         if self.config.norm_before_fc:
             features = self.input_norm(features.flatten(1)).view_as(features)
         if self.config.fc_norm:
@@ -176,19 +176,19 @@ class Draft(nn.Module):
         next_tokens: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        spans: Sequence[Span],
+        sight: Sight,
     ) -> tuple[torch.Tensor, Chain]:
         """Step 0, on true features. Returns the layer's output [rows, hidden] and the chain.
 
         features: [tokens, 3, target_hidden]. next_tokens: int64 [tokens], the token AFTER each position (of the last
-        one of a document: anything, no row looks at it). positions: int64 [tokens] in the document. rows, spans: see
+        one of a document: anything, no row looks at it). positions: int64 [tokens] in the document. rows, sight: see
         `attention`.
         """
         x, residual = self.midlayer.enter(self.embed(next_tokens), self.fuse(features))
         keys, values = self.midlayer.self_attn.keys_and_values(x, positions)
         queries = self.midlayer.self_attn.queries(x[rows], positions[rows])
-        attended = attend(queries, keys, values, [], [], rows, spans)
-        return self.midlayer.leave(attended, residual[rows]), Chain(keys, values, rows, spans)
+        attended = attend(queries, keys, values, [], [], rows, sight)
+        return self.midlayer.leave(attended, residual[rows]), Chain(keys, values, rows, sight)
 
     def advance(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, chain: Chain
@@ -204,6 +204,6 @@ class Draft(nn.Module):
         chain.tail_values.append(values)
         queries = self.midlayer.self_attn.queries(x, positions)
         attended = attend(
-            queries, chain.keys, chain.values, chain.tail_keys, chain.tail_values, chain.rows, chain.spans
+            queries, chain.keys, chain.values, chain.tail_keys, chain.tail_values, chain.rows, chain.sight
         )
         return self.midlayer.leave(attended, residual)

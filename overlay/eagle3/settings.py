@@ -36,6 +36,8 @@ class Settings:
     seed: int = 0
     checkpoint_every: int = 100
     dtype: str = "auto"
+    attention: str = "auto"
+    compile: bool | None = None
 
 
 def learning_rate(step: int, settings: Settings) -> float:

@@ -3,6 +3,7 @@ where it must: for a batch that is still being read, and at a checkpoint."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from vllm_overlay.eagle3.batch import Batch, pack
 from vllm_overlay.eagle3.clock import Moment
 from vllm_overlay.eagle3.data import Corpus, Entry, count_scored, deal, plan_batches, plan_epoch
 from vllm_overlay.eagle3.draft import Draft
-from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead
+from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, as_it_is
 from vllm_overlay.eagle3.ranks import Ranks, whole
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, Snapshot, optimizer_tensors
 from vllm_overlay.eagle3.settings import Settings, learning_rate
@@ -74,10 +75,12 @@ class Trainer:
         head = TargetHead(
             target.final_norm.to(ranks.device, torch.float32),
             target.config.rms_norm_eps,
-            target.lm_head[vocabulary.ids].to(ranks.device, torch.float32),
+            target.lm_head[vocabulary.ids].to(ranks.device, getattr(torch, settings.dtype)),
         )
         draft.lm_head.requires_grad_(settings.train_head)
-        self.objective = Objective(draft, head, settings.ttt_steps)
+        # Batches have as many tokens and rows as they have: without `dynamic` each would be compiled for.
+        prepare = functools.partial(torch.compile, dynamic=True) if settings.compile else as_it_is
+        self.objective = Objective(draft, head, settings.ttt_steps, prepare)
         ranks.shard(self.objective)
         self.parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -140,7 +143,8 @@ class Trainer:
         steps, device = self.settings.ttt_steps, self.ranks.device
         counts = count_scored(entries, steps)
         weights = torch.tensor([weight / max(n, 1) for weight, n in zip(self.step_weights, counts, strict=True)])
-        return Share(entries, counts, weights.to(device), pack(documents, steps, device), bool(mine))
+        batch = pack(documents, steps, device, self.settings.attention)
+        return Share(entries, counts, weights.to(device), batch, bool(mine))
 
     def take_step(self, step: int, share: Share) -> Taken:
         """One optimiser step on the mean over the global batch's scored rows, without waiting for the device."""

@@ -17,6 +17,7 @@ import torch
 from vllm_overlay.eagle3.curve import plot_curve
 from vllm_overlay.eagle3.data import Corpus, Entry, open_corpus, plan_epoch, split
 from vllm_overlay.eagle3.draft import Draft
+from vllm_overlay.eagle3.flex import SMALLEST_HEAD
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import Ranks, alone
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, require_free
@@ -116,18 +117,42 @@ def train(
 def _settle(
     settings: Settings, corpus: Corpus, target: Target, training: list[Entry], device: torch.device
 ) -> Settings:
-    """Fill in what depends on the data and the machine."""
+    """Fill in what depends on the data and the machine. Raises OverlayError: what cannot be had on this machine."""
     steps = settings.steps or sum(
         len(plan_epoch(training, settings.batch_tokens, settings.seed, epoch)) for epoch in range(settings.epochs)
     )
+    dtype = ("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
+    attention = choose_attention(settings.attention, device, dtype, target.config.head_dim)
+    compiled = settings.compile
+    if compiled is None:
+        compiled = device.type == "cuda" and attention == "flex"
+    if compiled and (device.type != "cuda" or attention != "flex"):
+        raise OverlayError(f"--compile: it needs a GPU and flex attention; here are {device.type} and {attention}")
     return replace(
         settings,
         features=corpus.feature_ids,
         draft_vocab_size=settings.draft_vocab_size or min(DEFAULT_DRAFT_VOCABULARY, target.config.vocab_size),
         hidden_size=settings.hidden_size or target.config.hidden_size,
         steps=steps,
-        dtype=("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype,
+        dtype=dtype,
+        attention=attention,
+        compile=compiled,
     )
+
+
+def choose_attention(wanted: str, device: torch.device, dtype: str, head_dim: int) -> str:
+    """ "auto": flex attention where its kernels are fast, in 16 bits on a GPU. Raises OverlayError: it cannot be."""
+    on_gpu = device.type == "cuda"
+    if wanted == "auto":
+        return "flex" if on_gpu and dtype == "bfloat16" and head_dim >= SMALLEST_HEAD else "mask"
+    if wanted == "flex" and not on_gpu:
+        raise OverlayError("--attention flex: it has no backward pass on a CPU; use --attention mask")
+    if wanted == "flex" and head_dim < SMALLEST_HEAD:
+        raise OverlayError(
+            f"--attention flex: on a GPU its heads have {SMALLEST_HEAD} dimensions or more, the target's have "
+            f"{head_dim}; use --attention mask"
+        )
+    return wanted
 
 
 def _say_nothing(line: str) -> None:

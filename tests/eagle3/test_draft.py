@@ -209,7 +209,7 @@ def test_the_mask_shifts_with_the_tokens() -> None:
     features = make_document(8).features.clone().requires_grad_()
     one_step = pack([Document(document.token_ids, features, document.final_states, document.loss_mask)], 1, CPU)
     hidden, _ = make_draft().start(
-        one_step.features, one_step.next_tokens, one_step.positions, one_step.rows, one_step.spans
+        one_step.features, one_step.next_tokens, one_step.positions, one_step.rows, one_step.sight
     )
     hidden.square().sum().backward()
     learned = features.grad.abs().sum((1, 2)) > 0
