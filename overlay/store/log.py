@@ -19,7 +19,7 @@ SHARDS_FOLDER = "shards"
 COUNT_DIGITS = 20
 
 # Shards that wait for a commit, 8 GiB: a process may open 1,024 files unless it is told otherwise.
-MOST_OPEN = 64
+MOST_OPEN = 128
 
 
 def name_shard(log: int, number: int) -> str:

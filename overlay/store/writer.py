@@ -27,8 +27,9 @@ from vllm_overlay.store.parts import RECORD_COLUMNS, Part, insert_part
 from vllm_overlay.store.recovery import recover_logs
 from vllm_overlay.store.row_hashes import RowHashes
 
-# Several files take an append's pieces at the same time, one file takes them one after the other.
-DEFAULT_SHARD_BYTES = 128 << 20
+# Several files take an append's pieces at the same time, one file takes them one after the other: an append of 512 MiB
+# into a tmpfs took 58 ms in files of 64 MiB and 92 to 124 in files of 128 (16 cores, 8 lanes).
+DEFAULT_SHARD_BYTES = 64 << 20
 
 INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 13)})"
 
@@ -85,7 +86,7 @@ class StoreWriter:
         rows_per_shard: int | None = None,
         part: Part | None = None,
     ) -> StoreWriter:
-        """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 128 MiB.
+        """Create the store in folder `path`, or add to it. A shard holds `rows_per_shard` rows, or about 64 MiB.
 
         With a `part`, this writer's rows hold its columns of the layers in `meta` only, and its `meta` says so.
 
@@ -195,8 +196,10 @@ class StoreWriter:
         with lock_store(folder):
             self._rows.finish()
             with self._index.transaction():
-                self._index.execute("DELETE FROM shards WHERE log = ?", (self._log,))
-                self._index.write_shards(self._log, self._rows.shards)
+                # From the last one on that is known: those before it may have been retired.
+                first = max(0, min(self._shards_in_index, len(self._rows.shards)) - 1)
+                self._index.execute("DELETE FROM shards WHERE log = ? AND number >= ?", (self._log, first))
+                self._index.write_shards(self._log, self._rows.shards[first:])
                 self._index.execute(
                     "UPDATE logs SET rows = ?, closed = ?, clean = 1 WHERE id = ?",
                     (self._rows.rows, time.time(), self._log),
