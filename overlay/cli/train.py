@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     draft.add_argument("--hidden-size", type=positive, metavar="N", help="width of the draft (default: the target's)")
     draft.add_argument(
+        "--draft-style",
+        choices=["llama", "qwen3"],
+        default="llama",
+        help="whose layer the draft has: Qwen3's norms queries and keys; vLLM 0.24 and later serve it (default: llama)",
+    )
+    draft.add_argument(
         "--norm-before-residual", action="store_true", help="the residual is the normed feature (default: off)"
     )
     draft.add_argument(
@@ -163,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
         norm_before_fc=args.norm_before_fc,
         fc_norm=args.fc_norm,
         norm_output=args.norm_output,
+        style=args.draft_style,
         init=args.init,
         train_head=not args.freeze_head,
         ttt_steps=args.ttt_steps,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from vllm_overlay.eagle3.attention import make_spans
 from vllm_overlay.eagle3.draft import Draft
-from vllm_overlay.eagle3.export import read_draft_config
+from vllm_overlay.eagle3.export import ARCHITECTURES, read_draft_config
 from vllm_overlay.errors import OverlayError
 
 
@@ -92,10 +92,9 @@ def load_draft(folder: str | Path, target_embeddings: torch.Tensor, device: str 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise OverlayError(f"{folder}: no exported draft here (config.json and model.safetensors)")
     config = json.loads((folder / "config.json").read_text())
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        raise OverlayError(
-            f"{folder}: architectures {config.get('architectures')}, only LlamaForCausalLMEagle3 can be measured"
-        )
+    if config.get("architectures") not in [[name] for name in ARCHITECTURES.values()]:
+        known = " and ".join(ARCHITECTURES.values())
+        raise OverlayError(f"{folder}: architectures {config.get('architectures')}, only {known} can be measured")
     shape = read_draft_config(config)
     if len(target_embeddings) != shape.vocab_size:
         raise OverlayError(

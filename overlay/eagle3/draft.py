@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft: three features fused by `fc`, one Llama layer over (embedding, feature), a small head.
+"""The EAGLE-3 draft: three features fused by `fc`, one Llama or Qwen3 layer over (embedding, feature), a small head.
 
 Parameter names are those of the checkpoint that vLLM loads, so that export is a plain save. Sources: EAGLE-3 (Li et
-al. 2025); `vllm/model_executor/models/llama_eagle3.py`, whose forward this follows line by line.
+al. 2025); `vllm/model_executor/models/llama_eagle3.py`, whose forward this follows line by line, and `qwen3_eagle3.py`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class DraftConfig:
     norm_before_fc: bool = False  # one norm over the three features together (vLLM 0.18 on)
     fc_norm: bool = False  # a norm for each feature (vLLM 0.22 on)
     norm_output: bool = False  # later steps read the layer's output after `norm` (vLLM 0.22 on; ignored before)
+    style: str = "llama"  # or "qwen3": each head's queries and keys are normed before they are rotated (vLLM 0.24 on)
 
     @property
     def has_own_embeddings(self) -> bool:
@@ -60,7 +61,7 @@ class Chain:
 
 
 class RMSNorm(nn.Module):
-    """Llama's RMSNorm with its weight, computed in float32."""
+    """Llama's RMSNorm with its weight, computed in float32 and given in the input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -68,11 +69,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(widen(x), self.weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """The projections of the layer's attention; their input is twice as wide as Llama's."""
+    """The projections of the layer's attention; their input is twice as wide as Llama's or Qwen3's.
+
+    Source of the norms: `vllm/model_executor/models/qwen3.py`, `Qwen3Attention`.
+    """
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -84,12 +88,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        has_norms = config.style == "qwen3"
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return rotate(self.q_proj(x).view(len(x), *self.query_shape), positions, self.theta)
+        return rotate(self.q_norm(self.q_proj(x).view(len(x), *self.query_shape)), positions, self.theta)
 
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = rotate(self.k_proj(x).view(len(x), *self.kv_shape), positions, self.theta)
+        keys = rotate(self.k_norm(self.k_proj(x).view(len(x), *self.kv_shape)), positions, self.theta)
         return keys, self.v_proj(x).view(len(x), *self.kv_shape)
 
 

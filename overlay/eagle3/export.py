@@ -1,4 +1,4 @@
-"""A trained draft as a checkpoint: a plain Llama config.json, which vLLM 0.16 to 0.33 loads, or speculators' form."""
+"""A trained draft as a checkpoint: a plain Llama or Qwen3 config.json, as vLLM loads it, or speculators' form."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LAYER_ID_CONVENTION = (
     "id k is the residual stream after k decoder layers; 0 is the embedding output; N is before the final norm"
 )
 LATER_NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # absent where not used: older releases know none of them
+ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}  # by model_type
 FORMATS = ("vllm", "speculators")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,14 +68,15 @@ def export_run(
 def vllm_config(facts: dict[str, Any], dtype: str, step: int) -> dict[str, Any]:
     """config.json from the facts of a run. Transformers 4 reads rope_theta, 5 reads rope_parameters."""
     draft, target = facts["draft"], facts["target"]
+    style = draft.get("style", "llama")  # older runs know one only
     own_size = (
         {"target_hidden_size": draft["target_hidden_size"]}
         if draft["hidden_size"] != draft["target_hidden_size"]
         else {}
     )
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[style]],
+        "model_type": style,
         "hidden_size": draft["hidden_size"],
         **own_size,
         "intermediate_size": draft["intermediate_size"],
@@ -134,5 +136,6 @@ def read_draft_config(config: dict[str, Any]) -> DraftConfig:
         max_position_embeddings=config["max_position_embeddings"],
         norm_before_residual=config.get("norm_before_residual", False),
         **{name: config.get(name, False) for name in LATER_NORMS},
+        style=config["model_type"],
         layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
     )

@@ -22,6 +22,7 @@ def draft_config(
     norm_before_fc: bool = False,
     fc_norm: bool = False,
     norm_output: bool = False,
+    style: str = "llama",
 ) -> DraftConfig:
     """A draft layer of the target's shape, or of the same heads scaled to another `hidden_size`.
 
@@ -52,6 +53,7 @@ def draft_config(
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
         norm_output=norm_output,
+        style=style,
     )
 
 
@@ -89,7 +91,7 @@ def copy_target(draft: Draft, target: Target, vocabulary: DraftVocabulary) -> No
         parameter = parameters.get(name)
         if parameter is None or not tensor.is_floating_point():
             continue
-        if name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_")):
+        if name.startswith(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")):
             if tensor.shape == (parameter.shape[0], size):
                 parameter[:, size:] = tensor
         elif tensor.shape == parameter.shape:

@@ -20,6 +20,7 @@ class Settings:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    style: str = "llama"
     init: str = "target"
     train_head: bool = True
     ttt_steps: int = 3

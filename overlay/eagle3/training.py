@@ -89,6 +89,7 @@ def train(
             norm_before_fc=settings.norm_before_fc,
             fc_norm=settings.fc_norm,
             norm_output=settings.norm_output,
+            style=settings.style,
         )
         draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(ranks.device)
         facts = _describe_run(settings, stores, corpus, target, draft, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, unroll
 CPU = torch.device("cpu")
 
 
-def make_draft(hidden_size: int = 32, seed: int = 0, **norms: bool) -> Draft:
+def make_draft(hidden_size: int = 32, seed: int = 0, **form: Any) -> Draft:
     torch.manual_seed(seed)
     config = DraftConfig(
         hidden_size=hidden_size,
@@ -30,7 +31,7 @@ def make_draft(hidden_size: int = 32, seed: int = 0, **norms: bool) -> Draft:
         rope_theta=10000.0,
         max_position_embeddings=128,
         layer_ids=(2, 3, 4),
-        **{"norm_before_residual": False, **norms},
+        **{"norm_before_residual": False, **form},
     )
     draft = Draft(config, torch.randn(64, 32))
     for parameter in draft.parameters():
@@ -88,10 +89,12 @@ def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> l
         feature = fuse_one(draft, document.features[position]) if position <= row else own
         normed = layer.hidden_norm(feature)
         x = torch.cat([layer.input_layernorm(draft.embed(tokens[position + 1])), normed])
-        query = rotate_one(layer.self_attn.q_proj(x).view(-1, 8), position)
-        cache.append(
-            (rotate_one(layer.self_attn.k_proj(x).view(-1, 8), position), layer.self_attn.v_proj(x).view(-1, 8))
-        )
+        query, key, value = (getattr(layer.self_attn, f"{name}_proj")(x).view(-1, 8) for name in "qkv")
+        if draft.config.style == "qwen3":
+            query = torch.stack([norm_one(one, layer.self_attn.q_norm.weight) for one in query])
+            key = torch.stack([norm_one(one, layer.self_attn.k_norm.weight) for one in key])
+        query = rotate_one(query, position)
+        cache.append((rotate_one(key, position), value))
         group = len(query) // 2
         heads = []
         for number, q in enumerate(query):
@@ -107,21 +110,22 @@ def draft_one_chain(draft: Draft, document: Document, row: int, steps: int) -> l
     return outputs
 
 
-FORMS: list[dict[str, bool]] = [
+FORMS: list[dict[str, Any]] = [
     {},
+    {"style": "qwen3"},
     {"norm_before_residual": True},
     {"norm_before_fc": True},
     {"fc_norm": True},
     {"norm_output": True},
-    {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True, "style": "qwen3"},
 ]
 
 
-@pytest.mark.parametrize("norms", FORMS, ids=lambda norms: "+".join(norms) or "plain")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(form) or "plain")
 @pytest.mark.parametrize("hidden_size", [32, 16])
-def test_steps_and_gradients_equal_a_token_by_token_unroll(hidden_size: int, norms: dict[str, bool]) -> None:
-    """CASES 28 in float64, for every form of the norms and a draft narrower than its target."""
-    draft = make_draft(hidden_size, **norms).double()
+def test_steps_and_gradients_equal_a_token_by_token_unroll(hidden_size: int, form: dict[str, Any]) -> None:
+    """CASES 28 in float64, for every form of the norms, both kinds of layer, and a draft narrower than its target."""
+    draft = make_draft(hidden_size, **form).double()
     document = make_document(9, masked=[4, 5, 6, 7, 8])
     document = Document(
         document.token_ids, document.features.double(), document.final_states.double(), document.loss_mask
@@ -288,3 +292,13 @@ def test_the_targets_embeddings_are_not_trained_and_not_saved() -> None:
     assert not any("embed" in name for name in make_draft().state_dict())
     assert make_draft(16).state_dict()["embed_tokens.weight"].shape == (64, 16)
     assert make_draft(16).fc.weight.shape == (16, 96)  # CASES 31
+
+
+@pytest.mark.parametrize("style", ["llama", "qwen3"])
+def test_queries_and_keys_are_of_the_projections_dtype(style: str) -> None:
+    """Under autocast the projections are of 16 bits, and the kernels want queries, keys and values of one dtype."""
+    attention = make_draft(style=style).midlayer.self_attn
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        keys, values = attention.keys_and_values(torch.randn(5, 64), torch.arange(5))
+        queries = attention.queries(torch.randn(5, 64), torch.arange(5))
+    assert {queries.dtype, keys.dtype, values.dtype} == {torch.bfloat16}

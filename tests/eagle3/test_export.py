@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -9,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_overlay.eagle3.acceptance import load_draft
 from vllm_overlay.eagle3.export import export_run, read_draft_config
+from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.settings import Settings
 from vllm_overlay.eagle3.target import load_target
 from vllm_overlay.eagle3.training import train
+from vllm_overlay.eagle3.vocabulary import DraftVocabulary
 from vllm_overlay.errors import OverlayError
 
 SETTINGS = Settings(features=(0, 2, 3), draft_vocab_size=16, steps=6, batch_tokens=64, holdout=0.2, checkpoint_every=2)
@@ -90,6 +94,46 @@ def test_other_norms_are_in_the_file_and_in_the_config(run_with: Callable[..., P
     config = json.loads((output / "config.json").read_text())
     assert norms.items() <= config.items()
     assert asdict(read_draft_config(config)).items() >= norms.items()
+
+
+QWEN3_NORMS = {f"midlayer.self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
+
+
+def test_a_qwen3_draft(run_with: Callable[..., Path], model_folder: Path, tmp_path: Path) -> None:
+    """By the names of vLLM's own Qwen3 attention, and as transformers' Qwen3 config; it loads again as trained."""
+    path = run_with(style="qwen3")
+    output = export_run(path, tmp_path / "draft", checkpoint="last", dtype="float32")
+    tensors = load_file(str(output / "model.safetensors"))
+    assert set(tensors) == ALWAYS | QWEN3_NORMS | {"d2t", "t2d"}
+    assert all(tensors[name].shape == (8,) for name in QWEN3_NORMS)
+    config = AutoConfig.from_pretrained(output)
+    assert type(config).__name__ == "Qwen3Config" and config.architectures == ["Eagle3Qwen3ForCausalLM"]
+    assert (config.head_dim, config.hidden_size, config.num_key_value_heads) == (8, 32, 2)
+    assert config.rope_parameters["rope_theta"] == 10000.0 and not config.attention_bias
+    loaded = load_draft(output, load_target(model_folder).embed_tokens)
+    trained = load_file(str(RunFolder.open(path).find_checkpoint("last") / "draft.safetensors"))
+    assert loaded.draft.config.style == "qwen3" and trained.keys() == loaded.draft.state_dict().keys()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in loaded.draft.state_dict().items())
+
+
+def test_a_qwen3_target_gives_the_draft_its_norms(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    attention = model.model.layers[1].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path)
+    shape = draft_config(target.config, (0, 1, 2), 128, style="qwen3")
+    draft = create_draft(shape, target, DraftVocabulary(torch.arange(128), 128), "target", seed=0)
+    assert torch.equal(draft.midlayer.self_attn.q_norm.weight, attention.q_norm.weight)
+    assert torch.equal(draft.midlayer.self_attn.k_norm.weight, attention.k_norm.weight)
+    assert torch.equal(draft.midlayer.self_attn.q_proj.weight[:, 32:], attention.q_proj.weight)
+    plain = create_draft(replace(shape, style="llama"), target, DraftVocabulary(torch.arange(128), 128), "target", 0)
+    assert not QWEN3_NORMS & plain.state_dict().keys()
 
 
 def test_the_config_means_the_same_to_transformers_4_and_5(run: Path, tmp_path: Path) -> None:
@@ -215,3 +259,16 @@ def test_vllm_reads_of_it_what_the_plain_form_says(
     written = json.loads((output / "config.json").read_text())
     assert {name: written[name] for name in changes} == changes
     assert parser.extract_vllm_speculative_config(written)["num_speculative_tokens"] == SETTINGS.ttt_steps
+
+
+def test_vllm_has_a_class_for_a_qwen3_draft_from_0_24_on(run_with: Callable[..., Path], tmp_path: Path) -> None:
+    """By its registry for the plain form, by its parser for speculators'; releases without one do not load either."""
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    parser = pytest.importorskip("vllm.transformers_utils.configs.speculators.base").SpeculatorsConfig
+    path = run_with(style="qwen3")
+    (architecture,) = json.loads((export_run(path, tmp_path / "plain") / "config.json").read_text())["architectures"]
+    has_class = importlib.util.find_spec("vllm.model_executor.models.qwen3_eagle3") is not None
+    assert has_class == (Version(importlib.import_module("vllm").__version__).release >= (0, 24))
+    assert (architecture in registry.ModelRegistry.get_supported_archs()) == has_class
+    config = parser.from_pretrained(str(export_run(path, tmp_path / "draft", format="speculators")))
+    assert config.architectures == ["Eagle3Qwen3ForCausalLM" if has_class else "Eagle3LlamaForCausalLM"]

@@ -75,7 +75,7 @@ def describe_draft(target: Path, layer_ids: list[int]) -> dict[str, Any]:
         "hidden_size": 128, "target_hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 128, "draft_vocab_size": 128, "rms_norm_eps": 1e-6,
         "rope_theta": 1e4, "max_position_embeddings": 512, "norm_before_residual": False, "norm_before_fc": False,
-        "fc_norm": False, "norm_output": False, "layer_ids": layer_ids,
+        "fc_norm": False, "norm_output": False, "style": "llama", "layer_ids": layer_ids,
     }  # fmt: skip
     of_target = {"name": str(target), "path": str(target), "bos_token_id": 1, "num_hidden_layers": LAYERS}
     fingerprint = fingerprint_model(str(target), {})
