@@ -16,7 +16,7 @@ import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "generate.py"
 # What a host's installation of vLLM needs to run at all.
-OF_THE_HOST = ("VLLM_USE_FLASHINFER_SAMPLER",)
+OF_THE_HOST = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_SYMM_MEM")
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +42,29 @@ def ask(url: str, model: Path, **fields: Any) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
+
+
+def ask_all_at_once(
+    folder: Path, model: Path, prompts: dict[str, str], environment: dict[str, str], *options: str
+) -> dict[str, str]:
+    """Serve a model, ask for every prompt at once, each tagged with its key, and end the server. The requests' ids."""
+    port, log = find_port(), folder / "server.log"
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+
+    def ask_tagged(tag: str) -> str:
+        tagged = {"overlay": json.dumps({"tag": tag})}
+        return str(ask(f"http://127.0.0.1:{port}", model, prompt=prompts[tag], vllm_xargs=tagged)["id"])
+
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *server, "--port", str(port), *options], env=environment, stdout=output, stderr=output
+        )
+        try:
+            wait_until_ready(process, port, log)
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                ids = dict(zip(prompts, pool.map(ask_tagged, prompts), strict=True))
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+    return ids

@@ -6,10 +6,6 @@ And data parallel: each replica writes the requests that it got, whole.
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +15,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from tests.live.runs import Answer, Batch, Reference, clean_environment, make_prompt, run_script
-from tests.live.server import ask, find_port, wait_until_ready
+from tests.live.server import ask_all_at_once, find_port
 from tests.tiny_models import write_tiny_llama, write_tiny_mixtral
 from vllm_overlay.store import Store, summarize
 
@@ -151,7 +147,6 @@ def test_replicas_of_experts_write_their_own_requests_and_no_dummy_steps(tmp_pat
 @pytest.mark.skipif(VLLM == "0.16.0", reason="the newest is enough: two engines and a server")
 def test_replicas_behind_a_server_write_one_store(tmp_path: Path, model: Path) -> None:
     """`vllm serve --data-parallel-size 2`: every record under its own id, in the log of the replica that had it."""
-    port = find_port()
     environment = clean_environment(
         {
             "VLLM_OVERLAY": "1",
@@ -160,27 +155,9 @@ def test_replicas_behind_a_server_write_one_store(tmp_path: Path, model: Path) -
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     )
-    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-    words = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--port", str(port)]
-    command = [sys.executable, *server, *words, "--data-parallel-size", str(NUM_REPLICAS)]
     prompts = {f"t{i}": f"prompt number {i}, and " + "x" * i for i in range(12)}
-
-    def ask_tagged(tag: str) -> str:
-        answer = ask(
-            f"http://127.0.0.1:{port}", model, prompt=prompts[tag], vllm_xargs={"overlay": json.dumps({"tag": tag})}
-        )
-        return str(answer["id"])
-
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            wait_until_ready(process, port, tmp_path / "log")
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                ids = dict(zip(prompts, pool.map(ask_tagged, prompts), strict=True))
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            process.kill()
+    engine = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    ids = ask_all_at_once(tmp_path, model, prompts, environment, *engine, "--data-parallel-size", str(NUM_REPLICAS))
     reference = Reference(model)
     with Store.open(tmp_path / "store") as store:
         assert sorted(str(record.tag) for record in store) == sorted(prompts)
