@@ -62,7 +62,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     ledger = environ.get("VLLM_OVERLAY_LEDGER") or None
     return Settings(
         enabled=is_enabled(environ),
-        capture=Path(capture).absolute() if capture else None,
+        capture=_local_folder("VLLM_OVERLAY_CAPTURE", capture) if capture else None,
         layers=_layers(environ),
         tokens=_choose(environ, "VLLM_OVERLAY_TOKENS", ("all", "prompt", "last")),
         dtype=read_dtype(environ),
@@ -114,6 +114,12 @@ def _choose(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
     if value not in allowed:
         raise SettingsError(f"{name}={value!r} is not one of {', '.join(allowed)}")
     return value
+
+
+def _local_folder(name: str, text: str) -> Path:
+    if "://" in text:
+        raise SettingsError(f"{name}={text!r} is remote, and a store is written where the engine runs: name a folder")
+    return Path(text).absolute()
 
 
 def _fraction(environ: Mapping[str, str], name: str) -> float:

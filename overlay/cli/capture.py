@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_overlay.cli.output import local_folder
+
 if TYPE_CHECKING:
     from vllm_overlay.offline.capture import CaptureSummary
 
@@ -17,7 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", type=Path, help="folder written by `prepare`")
     parser.add_argument("--model", required=True, metavar="MODEL", help="the target, as vLLM takes it")
     parser.add_argument(
-        "-o", "--output", required=True, metavar="STORE", type=Path, help="store folder; run again to take up the rest"
+        "-o",
+        "--output",
+        required=True,
+        metavar="STORE",
+        type=local_folder,
+        help="store folder; run again to take up the rest",
     )
     parser.add_argument(
         "--layers", default="eagle3", metavar="IDS", help="eagle3, all, or ids such as 2,15,27,30 (default: eagle3)"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_overlay.cli.output import local_folder
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.model_shape import LAYERS, find_config, find_text_config, read_config, read_size
 
@@ -24,10 +25,10 @@ ID_MEANINGS = ("residual", "after-layer")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="STORE|DIR", type=Path, help="a store with --to, a folder of files with --from"
+        "source", metavar="STORE|DIR", help="a store with --to, its URL if it is remote; a folder of files with --from"
     )
     parser.add_argument(
-        "-o", "--output", required=True, metavar="DIR|STORE", type=Path, help="must not exist, or be empty"
+        "-o", "--output", required=True, metavar="DIR|STORE", type=local_folder, help="must not exist, or be empty"
     )
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--to", choices=LAYOUTS, help="write the store's complete records as files of this layout")
@@ -89,10 +90,15 @@ def _make_store(args: argparse.Namespace) -> int:
     from vllm_overlay.store.new_folder import refuse_nested
     from vllm_overlay.store.record_files import find_record_files, read_loss_masks, read_record_file, write_store
 
-    refuse_nested(args.output, [args.source])
-    files = find_record_files(args.source, args.from_)
+    source = Path(args.source)
+    if "://" in args.source:
+        raise OverlayError(
+            f"{args.source} is remote: files are converted from a folder of this machine, copy them to one"
+        )
+    refuse_nested(args.output, [source])
+    files = find_record_files(source, args.from_)
     meta = _find_meta(args, read_record_file(files[0]))
-    masks = read_loss_masks(args.source, files) if args.from_ == "speculators" else None
+    masks = read_loss_masks(source, files) if args.from_ == "speculators" else None
     done = write_store(files, args.output, meta, masks, show_progress)
     print(f"{done.records:,} records in {args.output}, layers {', '.join(map(str, meta.layer_ids))}")
     if done.without_prompt:

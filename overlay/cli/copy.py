@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from vllm_overlay.cli.inspect import format_bytes
+from vllm_overlay.cli.output import local_folder
 
 HELP = "make a store of some records of others, or of all of several; whole files of rows are shared, not copied"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stores", nargs="+", metavar="STORE", type=Path, help="stores of the same layers of one model")
-    parser.add_argument("-o", "--output", required=True, metavar="STORE", type=Path, help="must not exist, or be empty")
+    parser.add_argument(
+        "stores", nargs="+", metavar="STORE", help="stores of the same layers of one model, remote ones by URL"
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="STORE", type=local_folder, help="must not exist, or be empty"
+    )
     parser.add_argument(
         "--tag", action="append", metavar="TAG", help="only records with this tag; may be given again (default: any)"
     )

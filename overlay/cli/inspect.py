@@ -21,7 +21,7 @@ DEFAULT_SAMPLE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", metavar="STORE", type=Path, help="folder of the store")
+    parser.add_argument("store", metavar="STORE", help="folder of the store, or the URL of a remote one")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text (default: text)")
     parser.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="draw the norms by layer into this file (default: no plot)"

@@ -1,12 +1,21 @@
-"""Standard output for the result alone."""
+"""Where results go: standard output for the result alone, and folders of this machine."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
+
+
+def local_folder(text: str) -> Path:
+    """The type of an argument that names a folder to write: to pathlib, a URL is one in the current folder."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is remote, and read only: name a folder of this machine")
+    return Path(text)
 
 
 @contextmanager

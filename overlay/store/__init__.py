@@ -10,7 +10,8 @@ installed.
     STORE/store.lock                         held while a writer opens or closes
     STORE/replica-<name>/                    a store by itself, of one replica of several (see joined.py)
 
-A store lives on a filesystem of one machine: SQLite's write-ahead log needs shared memory between its processes.
+A store that is closed may be copied anywhere, and be read there through fsspec (see remote.py). Until then it lives on
+a filesystem of one machine: SQLite's write-ahead log needs shared memory between its processes.
 """
 
 from __future__ import annotations

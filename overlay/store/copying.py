@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.extents import HOLE, Extents, find_extents, pack_extents, unpack_extents
+from vllm_overlay.store.files import LocalFiles, Piece, StoreFiles
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.log import SHARDS_FOLDER, ShardRows, name_shard
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.new_folder import new_folder, refuse_nested
 from vllm_overlay.store.parts import RECORD_COLUMNS
 from vllm_overlay.store.reader import Store
+from vllm_overlay.store.remote import StorePath
 from vllm_overlay.store.shard import Shard, read_data_start, sync_folder
 
 OLDEST_SCHEMA = 2  # before it, checksums go over other bytes
@@ -70,9 +72,10 @@ class Copied:
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """One shard of the new store. kept: bool, by row of the source."""
+    """One shard of the new store. source: of the member, relative to it. kept: bool, by row of the source."""
 
-    source: Path
+    files: StoreFiles[StorePath]
+    source: str
     target: ShardRows
     kept: NDArray[np.bool_]
     meta: StoreMeta
@@ -167,7 +170,7 @@ def _plan_log(member: Store, old: int, new: int, extents: Sequence[Extents], eve
         rows = int(here.sum())
         if rows:
             target = ShardRows(len(copies), name_shard(new, len(copies)), first, rows)
-            copies.append(ShardCopy(member.path / shard.file, target, here, meta, is_closed))
+            copies.append(ShardCopy(member.files, shard.file, target, here, meta, is_closed))
             first += rows
     return LogCopy(member, old, new, np.where(kept, np.cumsum(kept) - 1, HOLE), copies)
 
@@ -175,40 +178,41 @@ def _plan_log(member: Store, old: int, new: int, extents: Sequence[Extents], eve
 def _copy_shard(shard: ShardCopy, folder: Path) -> bool:
     """True if the file is shared with the source."""
     target = folder / shard.target.file
-    if not shard.may_share or not shard.kept.all():
+    if not isinstance(shard.files, LocalFiles) or not shard.may_share or not shard.kept.all():
         _write_rows(shard, target)
         return False
-    _refuse_short(shard)
-    with naming_path("copy", shard.source):
+    source = shard.files.path / shard.source
+    _refuse_short(shard, source)
+    with naming_path("copy", source):
         try:
-            os.link(shard.source, target)
+            os.link(source, target)
         except OSError:  # another filesystem, or one without hard links
-            shutil.copyfile(shard.source, target)
+            shutil.copyfile(source, target)
             return False
     return True
 
 
-def _refuse_short(shard: ShardCopy) -> None:
+def _refuse_short(shard: ShardCopy, source: Path) -> None:
     """A file that is shared is not read: whether it has all of its rows shows in its size alone."""
-    with naming_path("open", shard.source), shard.source.open("rb") as file:
+    with naming_path("open", source), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        needed = read_data_start(file.fileno(), shard.source) + len(shard.kept) * shard.meta.row_bytes
+        needed = read_data_start(file.fileno(), source) + len(shard.kept) * shard.meta.row_bytes
     if size < needed:
         raise StoreError(
-            f"{shard.source} is cut short: its records need {needed} bytes; `vllm-overlay inspect --verify` names them"
+            f"{source} is cut short: its records need {needed} bytes; `vllm-overlay inspect --verify` names them"
         )
 
 
 def _write_rows(shard: ShardCopy, target: Path) -> None:
     row_bytes = shard.meta.row_bytes
     buffer = memoryview(bytearray(max(1, CHUNK_BYTES // row_bytes) * row_bytes))
-    source, new = Shard.open(shard.source, shard.meta), Shard.create(target, shard.meta, shard.target.rows)
-    with closing(source), closing(new):
+    with closing(Shard.create(target, shard.meta, shard.target.rows)) as new:
         written = 0
         for start, count in find_extents(np.flatnonzero(shard.kept)).tolist():
             while count:
                 rows = min(count, len(buffer) // row_bytes)
-                source.read(start, buffer[: rows * row_bytes])
+                piece = Piece(shard.source, start, rows)
+                shard.files.read_into(piece, shard.meta, buffer[: rows * row_bytes])
                 new.write(written, buffer[: rows * row_bytes])
                 start, count, written = start + rows, count - rows, written + rows
         new.sync()

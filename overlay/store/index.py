@@ -56,8 +56,10 @@ SCHEMA = (
 class Index:
     """A connection to a store's index. Every error of SQLite leaves as a StoreError with the path."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, store: object = None) -> None:
+        """`store` is what messages call the folder, if not by its own name."""
         self.path = folder / INDEX_FILE
+        self._store = folder if store is None else store
         with self._naming_path():
             # One connection is used by whichever thread holds its owner's lock. isolation_level None: transactions are
             # ours to begin.
@@ -101,8 +103,22 @@ class Index:
         index = cls(folder, "rw")
         try:
             index.execute("PRAGMA query_only=ON")
-            if not index.has_schema():
-                raise StoreError(f"{folder} is not a store: its {INDEX_FILE} has no table of records")
+            index._refuse_no_schema()
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    @classmethod
+    def open_copy(cls, folder: Path, store: object) -> Index:
+        """Open a copy of the index of `store`, which nobody writes, in `folder`; the file may be removed then.
+
+        Raises StoreError if it is none.
+        """
+        # Immutable: SQLite looks for no write-ahead log, which the copy does not have, and makes no files beside it.
+        index = cls(folder, "ro&immutable=1", store)
+        try:
+            index._refuse_no_schema()
         except BaseException:
             index.close()
             raise
@@ -131,6 +147,10 @@ class Index:
     def has_schema(self) -> bool:
         return bool(self.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"))
 
+    def _refuse_no_schema(self) -> None:
+        if not self.has_schema():
+            raise StoreError(f"{self._store} is not a store: its {INDEX_FILE} has no table of records")
+
     def _refuse_other_rows(self, meta: StoreMeta) -> None:
         """Raises StoreError if a writer of such rows must not add to this index."""
         folder = self.path.parent
@@ -154,7 +174,7 @@ class Index:
         version, text = self.version, self.execute("SELECT meta FROM meta")[0][0]
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path.parent} was written in version {version} of the store's schema, "
+                f"{self._store} was written in version {version} of the store's schema, "
                 f"and this release reads up to version {SCHEMA_VERSION}: upgrade vllm-overlay"
             )
         return StoreMeta.from_json(text)
@@ -222,7 +242,7 @@ class Index:
         try:
             yield
         except sqlite3.Error as error:
-            raise StoreError(f"{self.path}: {error}") from error
+            raise StoreError(f"{self._store}/{INDEX_FILE}: {error}") from error
 
 
 def lacks_tables(folder: Path) -> bool:

@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.files import StoreFiles
 from vllm_overlay.store.index import INDEX_FILE, Index, lacks_tables
 from vllm_overlay.store.reader import Damage, Record, Store
+from vllm_overlay.store.remote import RemoteFiles, RemotePath, StorePath
 
 logger = logging.getLogger("vllm_overlay.store")
 
 REPLICA_PREFIX = "replica-"
+
+
+def find_members(folder: StorePath) -> Sequence[StorePath]:
+    """As `find_stores`, of a remote folder too."""
+    return RemoteFiles(folder).find_stores(REPLICA_PREFIX) if isinstance(folder, RemotePath) else find_stores(folder)
 
 
 def find_stores(folder: Path) -> list[Path]:
@@ -62,7 +69,7 @@ class JoinedStore(Store):
     What is committed afterwards does not show up: a number stays the same record while replicas write.
     """
 
-    def __init__(self, folder: Path, members: Sequence[Store]) -> None:
+    def __init__(self, folder: StorePath, members: Sequence[Store]) -> None:
         self._folder = folder
         self._members = tuple(members)
         self.meta = members[0].meta
@@ -72,9 +79,9 @@ class JoinedStore(Store):
         self._ends = list(accumulate(map(len, members)))
 
     @classmethod
-    def join(cls, folder: Path) -> JoinedStore:
+    def join(cls, folder: StorePath) -> JoinedStore:
         """Raises StoreError if there is no store in `folder`, or one holds rows of another kind than the others."""
-        paths = find_stores(folder)
+        paths = find_members(folder)
         if not paths:
             raise StoreError(f"{folder} is not a store: it has no {INDEX_FILE}, nor has a {REPLICA_PREFIX}* in it")
         members = [Store(path) for path in paths]
@@ -88,6 +95,11 @@ class JoinedStore(Store):
     @property
     def members(self) -> tuple[Store, ...]:
         return self._members
+
+    @property
+    def files(self) -> StoreFiles[StorePath]:
+        """Raises StoreError: each of the members has its own."""
+        raise StoreError(f"{self._folder} has files for each of its {len(self._members)} stores")
 
     @property
     def index(self) -> Index:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.remote import StorePath
 
 
 @contextmanager
@@ -36,8 +37,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def refuse_nested(path: Path, sources: Iterable[Path]) -> None:
+def refuse_nested(path: Path, sources: Iterable[StorePath]) -> None:
     """Raises StoreError if `path` would lie within one of the folders: a store in a store is read as a part of it."""
     for source in sources:
-        if source.resolve() in path.resolve().parents:
+        if isinstance(source, Path) and source.resolve() in path.resolve().parents:
             raise StoreError(f"{path} would lie within {source}, which it is made from: name a folder outside of it")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import operator
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,38 +14,30 @@ import numpy as np
 import torch
 
 from vllm_overlay.store.checksum import COMPUTE_CHECKSUM
-from vllm_overlay.store.errors import IncompleteRecordError, StoreError, naming_path
+from vllm_overlay.store.errors import IncompleteRecordError, StoreError
 from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents
+from vllm_overlay.store.files import Piece, StoreFiles
 from vllm_overlay.store.float8 import unpack_rows
 from vllm_overlay.store.index import Index
 from vllm_overlay.store.log import ShardRows
 from vllm_overlay.store.meta import StoreMeta
-from vllm_overlay.store.shard import Shard, read_data_start
+from vllm_overlay.store.remote import StorePath, find_files, find_path
 
 COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids"
 
 
-# A terabyte: a process may hold 65,530 maps unless it is told otherwise.
-MOST_MAPS = 8192
+class LogRows:
+    """The rows of all logs, found in the store's files."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows `first`..`first + count - 1`, counted within one shard file."""
-
-    file: str
-    first: int
-    count: int
-
-
-class ShardMaps:
-    """The rows of all logs, each shard mapped into memory when it is first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, files: StoreFiles[StorePath]) -> None:
+        self._files = files
         self._metas: dict[int, StoreMeta] = {}
         self._shards: dict[int, list[ShardRows]] = {}
-        self._maps: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    @property
+    def folder(self) -> StorePath:
+        """The store's."""
+        return self._files.path
 
     def learn(self, log: int, index: Index) -> None:
         """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
@@ -82,48 +72,16 @@ class ShardMaps:
         Raises StoreError if a shard is missing or cut short.
         """
         pieces = [piece for start, count in extents.tolist() for piece in self.split(log, start, count)]
-        views = [self._view(piece, log) for piece in pieces]
+        views = [self._files.view(piece, self._metas[log]) for piece in pieces]
         rows = views[0] if len(views) == 1 else torch.cat(views)
         return unpack_rows(rows) if self._metas[log].is_packed else rows
 
-    def _view(self, piece: Piece, log: int) -> torch.Tensor:
-        rows = self._map(piece.file, log)[piece.first : piece.first + piece.count]
-        if len(rows) < piece.count:
-            last = piece.first + piece.count - 1
-            raise StoreError(f"{self.folder / piece.file} is cut short: rows {piece.first}..{last} are not all there")
-        return rows
-
-    def _map(self, file: str, log: int) -> torch.Tensor:
-        if file not in self._maps:
-            self._maps[file] = _map_shard(self.folder / file, self._metas[log])
-        self._maps.move_to_end(file)
-        # A tensor of rows keeps its map alive after it has gone from here.
-        while len(self._maps) > MOST_MAPS:
-            self._maps.popitem(last=False)
-        return self._maps[file]
-
-
-def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:
-    """`[rows, layers, hidden]`, or packed rows: the file in memory.
-
-    The map is private and writable, as for `torch.load(mmap=True)`: PyTorch has no read-only tensors, and warns about
-    read-only memory because a write to it would kill the process. What is written to it stays in this process. It keeps
-    no file open.
-    """
-    with naming_path("open", path):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            start = read_data_start(fd, path)
-            rows = (os.fstat(fd).st_size - start) // meta.row_bytes
-        finally:
-            os.close(fd)
-    if rows < 0:
-        raise StoreError(f"{path} is cut short: it ends within its header")
-    try:
-        content = torch.from_file(str(path), shared=False, size=start + rows * meta.row_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise StoreError(f"cannot map {path}: {error}") from error
-    return content[start:].view(meta.stored_dtype).view(rows, *meta.stored_shape)
+    def read_into(self, log: int, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of rows from `start` on, as they are in the files now."""
+        meta = self._metas[log]
+        for piece in self.split(log, start, len(out) // meta.row_bytes):
+            self._files.read_into(piece, meta, out[: piece.count * meta.row_bytes])
+            out = out[piece.count * meta.row_bytes :]
 
 
 @dataclass(frozen=True)
@@ -152,7 +110,7 @@ class Record:
     first_position: int
     _layer_ids: tuple[int, ...] = field(repr=False)
     _parts: tuple[RecordPart, ...] = field(repr=False)
-    _maps: ShardMaps = field(repr=False)
+    _rows: LogRows = field(repr=False)
 
     @property
     def hidden_states(self) -> torch.Tensor:
@@ -164,12 +122,12 @@ class Record:
         """
         self._refuse_holes()
         if len(self._parts) == 1:
-            return self._maps.join(self._parts[0].log, self._parts[0].extents)
-        rows = {part.log: self._maps.join(part.log, part.extents) for part in self._parts}
+            return self._rows.join(self._parts[0].log, self._parts[0].extents)
+        rows = {part.log: self._rows.join(part.log, part.extents) for part in self._parts}
         columns = {  # [T, hidden] each
             layer_id: rows[log][:, column]
             for log in rows
-            for column, layer_id in enumerate(self._maps.meta(log).layer_ids)
+            for column, layer_id in enumerate(self._rows.meta(log).layer_ids)
         }
         return torch.stack([columns[layer_id] for layer_id in self._layer_ids], dim=1)
 
@@ -180,7 +138,7 @@ class Record:
             shifted = [(begin + first, begin + last) for first, last in holes]
             missing = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in shifted)
             raise IncompleteRecordError(
-                f"record {self.request_id!r} of {self._maps.folder} is incomplete: "
+                f"record {self.request_id!r} of {self._rows.folder} is incomplete: "
                 f"positions {missing} of {begin}-{begin + len(self.token_ids) - 1} have no hidden states"
             )
 
@@ -205,9 +163,10 @@ class Store:
     meanwhile show up. It may be used after a fork and be sent to another process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: StorePath) -> None:
         self._folder = folder
-        self._index = Index.open_for_reading(folder)
+        self._files = find_files(folder)
+        self._index = self._files.open_index()
         self._pid = os.getpid()
         try:
             self.meta = self._index.read_meta()
@@ -215,18 +174,19 @@ class Store:
         except BaseException:
             self._index.close()
             raise
-        self._maps = ShardMaps(folder)
+        self._rows = LogRows(self._files)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Store:
         """The store in this folder; those of several replicas in it are read as one.
 
-        Raises StoreError if there is none, or it was written by a newer release.
+        A URL that fsspec knows (s3://...) is a remote folder, read as it is now (see remote.py). Raises StoreError if
+        there is no store, it was written by a newer release, or it is remote and a writer is at work in it.
         """
-        from vllm_overlay.store.joined import JoinedStore, find_stores  # which build on this class
+        from vllm_overlay.store.joined import JoinedStore, find_members  # which build on this class
 
-        folder = Path(path)
-        return JoinedStore.join(folder) if any(found != folder for found in find_stores(folder)) else cls(folder)
+        folder = find_path(path)
+        return JoinedStore.join(folder) if any(found != folder for found in find_members(folder)) else cls(folder)
 
     @property
     def members(self) -> tuple[Store, ...]:
@@ -234,8 +194,13 @@ class Store:
         return (self,)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> StorePath:
         return self._folder
+
+    @property
+    def files(self) -> StoreFiles[StorePath]:
+        """Those of this one store."""
+        return self._files
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -246,7 +211,7 @@ class Store:
     def index(self) -> Index:
         """The connection of this process: one of SQLite must not be carried over a fork."""
         if self._pid != os.getpid():
-            self._index, self._pid = Index.open_for_reading(self._folder), os.getpid()
+            self._index, self._pid = self._files.open_index(), os.getpid()
         return self._index
 
     def __len__(self) -> int:
@@ -289,10 +254,10 @@ class Store:
         return Damage(number, request_id, tuple(rows), problem) if problem else None
 
     def _find_problem(self, part: RecordPart, token_ids: bytes, checksum: bytes) -> str | None:
-        meta = self._maps.meta(part.log)
+        meta = self._rows.meta(part.log)
         try:
             found = self._compute_checksum(
-                token_ids, part.extents, meta.row_bytes, lambda start, out: self._read(part.log, start, out)
+                token_ids, part.extents, meta.row_bytes, lambda start, out: self._rows.read_into(part.log, start, out)
             )
         except StoreError as error:
             return str(error)
@@ -344,25 +309,14 @@ class Store:
             first_position=first_position,
             _layer_ids=self.layer_ids,
             _parts=tuple(map(self._learn, parts)),
-            _maps=self._maps,
+            _rows=self._rows,
         )
 
     def _learn(self, part: RecordPart) -> RecordPart:
         stored = part.extents[part.extents[:, 0] != HOLE]
-        if not self._maps.knows(part.log, int(stored.sum(axis=1).max(initial=0))):
-            self._maps.learn(part.log, self.index)
+        if not self._rows.knows(part.log, int(stored.sum(axis=1).max(initial=0))):
+            self._rows.learn(part.log, self.index)
         return part
-
-    def _read(self, log: int, start: int, out: memoryview) -> None:
-        """Fill `out` from disk, not from the maps, which this process may have written to."""
-        meta = self._maps.meta(log)
-        for piece in self._maps.split(log, start, len(out) // meta.row_bytes):
-            shard = Shard.open(self._folder / piece.file, meta)
-            try:
-                shard.read(piece.first, out[: piece.count * meta.row_bytes])
-            finally:
-                shard.close()
-            out = out[piece.count * meta.row_bytes :]
 
     def _name_rows(self, part: RecordPart) -> list[str]:
         extents = [(start, count) for start, count in part.extents.tolist() if start != HOLE]
@@ -370,7 +324,7 @@ class Store:
             return [
                 f"{piece.file} {piece.first}..{piece.first + piece.count - 1}"
                 for start, count in extents
-                for piece in self._maps.split(part.log, start, count)
+                for piece in self._rows.split(part.log, start, count)
             ]
         except StoreError:  # they are in no file, which is the record's problem
             return [f"log {part.log} {start}..{start + count - 1}" for start, count in extents]

@@ -70,6 +70,11 @@ def read_data_start(fd: int, path: Path) -> int:
     """Offset in bytes of row 0."""
     with naming_path("read", path):
         prefix = os.pread(fd, LENGTH_BYTES, 0)
+    return find_data_start(prefix, path)
+
+
+def find_data_start(prefix: bytes, path: object) -> int:
+    """The same from the first LENGTH_BYTES of a file. Raises StoreError, which names `path`, if it is no shard."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < LENGTH_BYTES or not 0 < length <= LONGEST_HEADER:
         raise StoreError(f"{path} is not a shard of a store: it has no safetensors header")

@@ -9,17 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store.errors import naming_path
 from vllm_overlay.store.extents import HOLE, merge_extents
-from vllm_overlay.store.log import SHARDS_FOLDER
 from vllm_overlay.store.reader import Store
-
-ALLOCATION_UNIT = 512  # bytes in a block of st_blocks, whatever the filesystem's own block is (stat(2))
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """Counts over all records. Rows and tokens are counts, bytes_on_disk what the filesystem has set aside. Where
+    """Counts over all records. Rows and tokens are counts, bytes_on_disk what the filesystem has set aside, or
+    the sizes of remote files. Where
     pipeline stages wrote a store, a token has a row in the log of each.
 
     rows_stored: rows that the logs hold, those of writers at work as of their last commit. rows_in_records: of these,
@@ -90,7 +87,7 @@ def _summarize_member(store: Store) -> StoreSummary:
         logs_open=logs_open,
         logs_unclean=unclean,
         shards=execute("SELECT count(*) FROM shards")[0][0],
-        bytes_on_disk=_measure_folder(store),
+        bytes_on_disk=store.files.measure(),
         finish_reasons=dict(reasons),
     )
 
@@ -103,13 +100,6 @@ def _count_rows(store: Store) -> tuple[int, int]:
         in_records += int(merge_extents(extents)[:, 1].sum())
         references += sum(int(each[each[:, 0] != HOLE, 1].sum()) for each in extents)
     return in_records, references
-
-
-def _measure_folder(store: Store) -> int:
-    with naming_path("read", store.path):
-        # Not the whole tree: replicas have their stores in the folder.
-        files = [*store.path.iterdir(), *(store.path / SHARDS_FOLDER).iterdir()]
-        return sum(path.stat().st_blocks * ALLOCATION_UNIT for path in files if path.is_file())
 
 
 @dataclass(frozen=True)
