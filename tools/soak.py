@@ -8,9 +8,9 @@ The model is the tests' random Llama. Requests have mixed lengths and share pref
 up on, and the KV cache is so small that vLLM pre-empts; if its own counter says that it never did, the soak fails. The
 server ends by SIGTERM. Then: every request that finished has exactly one record, complete or counted as incomplete,
 with the tokens that its client sent and saw; others have at most one, as far as they came; a sample of the records is
-what transformers computes; /metrics counted what is in the store; and no process grew in the last half of the run by
-more than --max-growth above what it grows by in a plain vLLM, which is put under the same load first (on a CPU, vLLM's
-worker alone grows for thousands of requests). Exits with 1 if one of these is not so.
+what transformers computes; /metrics of each API server counted what is in the store; and no process grew in the last
+half of the run by more than --max-growth above what it grows by in a plain vLLM, which is put under the same load first
+(on a CPU, vLLM's worker alone grows for thousands of requests). Exits with 1 if one of these is not so.
 """
 
 from __future__ import annotations
@@ -123,10 +123,13 @@ def measure_plain(model: Path, engine: list[str], log: Path, args: argparse.Name
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What was seen of the server: outcomes, the last scrape, and the memory of its processes, sample by sample."""
+    """What was seen of the server: outcomes, the last scrape, what each API server said after it (none if SIGTERM came
+    in the middle), and the memory of its processes, sample by sample.
+    """
 
     outcomes: list[Outcome]
     scraped: Mapping[str, float]
+    scraped_each: Mapping[str, Mapping[str, float]]
     memory: Mapping[str, list[int]]
     load_s: float
     stop_s: float
@@ -147,12 +150,14 @@ def serve(server: Server, model: str, args: argparse.Namespace) -> Served:
         started = time.monotonic()
         outcomes = run_load(server.url, model, requests, args.clients, tell)
         load_s = time.monotonic() - started
+    each: Mapping[str, Mapping[str, float]] = {}
     if not scrapes:
         scrapes.append(server.scrape_when(lambda now: not now["vllm_overlay_capture_live_requests"]))
+        each = server.scrape_each()
         server.terminate()
     started = time.monotonic()
     server.wait()
-    return Served(outcomes, scrapes[-1], sampler.samples, load_s, time.monotonic() - started)
+    return Served(outcomes, scrapes[-1], each, sampler.samples, load_s, time.monotonic() - started)
 
 
 def check(
@@ -172,8 +177,10 @@ def check(
             recorded, args.sample, SEED, lambda tokens: reference.states(tokens)[:, list(LAYERS)]
         )
         faults = [*checks.find_wrong_records(recorded), *checks.find_wrong_states(compared, args.sample)]
+        for name, scraped in served.scraped_each.items():
+            faults += [f"{name}: {fault}" for fault in checks.find_wrong_counts(scraped, store)]
         if not interrupted:
-            faults += [*checks.find_wrong_counts(served.scraped, store), *checks.find_cut_off(recorded)]
+            faults += checks.find_cut_off(recorded)
     preemptions = served.scraped["vllm:num_preemptions_total"]
     if not preemptions:
         faults.append("vLLM pre-empted no request: use fewer --kv-blocks")
@@ -185,6 +192,7 @@ def check(
         "seconds_from_sigterm_to_exit": round(served.stop_s, 1),
         "counts": recorded.count() | {"pre-emptions": int(preemptions)},
         "metrics": checks.read_counters(served.scraped),
+        "metrics_of_each_server": {name: checks.read_counters(one) for name, one in served.scraped_each.items()},
         "compared_with_transformers": dataclasses.asdict(compared),
         "memory_mib": [dataclasses.asdict(growth) for growth in growths],
         "memory_mib_of_plain_vllm": [dataclasses.asdict(growth) for growth in plain_growths],
@@ -199,6 +207,7 @@ def _print_table(report: Mapping[str, Any]) -> None:
         "seconds of load": report["seconds_of_load"],
         "seconds from SIGTERM to exit": report["seconds_from_sigterm_to_exit"],
         **{f"/metrics: {name}": value for name, value in report["metrics"].items()},
+        "API servers that answered": len(report["metrics_of_each_server"]),
         "records compared with transformers": report["compared_with_transformers"]["records"],
         "largest difference": f"{report['compared_with_transformers']['worst']:.2g}",
     }

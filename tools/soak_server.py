@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -11,8 +12,10 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 SERVE = Path(__file__).with_name("serve.py")
 SAMPLE_EVERY_S = 1.0
@@ -48,15 +51,25 @@ class Server:
 
     def scrape(self) -> dict[str, float]:
         """What /metrics says now, by sample, summed over labels."""
-        from prometheus_client.parser import text_string_to_metric_families
-
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
-        values: defaultdict[str, float] = defaultdict(float)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                values[sample.name] += sample.value
-        return dict(values)
+            return _read_samples(response.read().decode())
+
+    def scrape_each(self, seconds: float = 60) -> dict[str, dict[str, float]]:
+        """What /metrics says now in each of vLLM's API servers, by its name: a connection goes to whichever takes it.
+
+        Errors: ServerError when one of them has taken none in all that time.
+        """
+        servers = _list_api_servers(self.process.pid)
+        found: dict[str, dict[str, float]] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < len(servers) and time.monotonic() < deadline:
+            with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+                connection.request("GET", "/metrics")
+                samples = _read_samples(connection.getresponse().read().decode())
+                found[_find_taker(servers, connection.sock.getsockname()[1])] = samples
+        if len(found) < len(servers):
+            raise ServerError(f"of the API servers {sorted(servers)}, only {sorted(found)} answered in {seconds} s")
+        return found
 
     def scrape_when(self, is_quiet: Callable[[Mapping[str, float]], bool], seconds: float = 30) -> dict[str, float]:
         """The second of two equal scrapes in a row, a second apart, that are quiet. Errors: ServerError."""
@@ -92,6 +105,37 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def _read_samples(text: str) -> dict[str, float]:
+    """Of what /metrics says, by sample, summed over labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    values: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] += sample.value
+    return dict(values)
+
+
+def _list_api_servers(pid: int) -> dict[str, Any]:
+    """The processes that answer, by name: `VLLM::APIServer_0` and so on, or the only one."""
+    import psutil  # vLLM requires it
+
+    root = psutil.Process(pid)
+    titles = {(process.cmdline() or [""])[0]: process for process in root.children(recursive=True)}
+    several = {title: process for title, process in titles.items() if title.startswith("VLLM::APIServer")}
+    return several or {"server": root}
+
+
+def _find_taker(servers: Mapping[str, Any], port: int) -> str:
+    """Which of them has the other end of a connection from our `port`."""
+    [taker] = [name for name, server in servers.items() if port in _list_peers(server.net_connections("tcp"))]
+    return taker
+
+
+def _list_peers(connections: Sequence[Any]) -> set[int]:
+    return {connection.raddr.port for connection in connections if connection.raddr}
 
 
 class MemorySampler:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -249,3 +254,47 @@ def test_a_server_that_is_gone_cuts_requests_off(load: Any) -> None:
         (outcome,) = load.run_load(url, "model", [load.Request(0, (1,), 4, True, True)], 1, lambda outcome: None)
     assert outcome.end == "cut off"
     assert "Connect" in outcome.error
+
+
+API_SERVER = """
+import http.server, socket, sys
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        text = f"records_total {sys.argv[2]}\\n".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+class Server(http.server.ThreadingHTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+
+server = Server(("127.0.0.1", int(sys.argv[1])), Answer)
+print("ready", flush=True)
+server.serve_forever()
+"""
+
+
+def test_each_of_several_api_servers_is_asked(load: Any) -> None:
+    """Two processes that share a port as vLLM's do, under the names that vLLM gives them."""
+    module = importlib.import_module("soak_server")
+    server = object.__new__(module.Server)
+    server.process = SimpleNamespace(pid=os.getpid())
+    with ExitStack() as stack:
+        # Bound, so that nobody else gets the port, and not listened on.
+        probe = stack.enter_context(socket.socket())
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        probe.bind(("127.0.0.1", 0))
+        server.port = probe.getsockname()[1]
+        for number in range(2):
+            words = [f"VLLM::APIServer_{number}", "-c", API_SERVER, str(server.port), str(17 + number)]
+            child = stack.enter_context(subprocess.Popen(words, executable=sys.executable, stdout=subprocess.PIPE))
+            stack.callback(child.kill)
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+        expected = {"VLLM::APIServer_0": {"records_total": 17.0}, "VLLM::APIServer_1": {"records_total": 18.0}}
+        assert server.scrape_each() == expected
