@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+
+from vllm_overlay.errors import OverlayError
 
 HELP = "train an EAGLE-3 draft from one or more stores"
+FIRST_TOKENS = 65536
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
@@ -24,6 +28,23 @@ def fraction(text: str) -> float:
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return number
+
+
+def number_of_bytes(text: str) -> int:
+    """ "64G" -> 64 * 2**30."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 500000, 800M or 64G")
+    return int(match[1]) << 10 * " KMGT".index(match[2].upper() or " ")
+
+
+def refuse_misfits(args: argparse.Namespace) -> None:
+    """Raises OverlayError: options of --follow without it, or several stores with it."""
+    for option in ("keep_bytes", "idle_seconds", "first_tokens"):
+        if getattr(args, option) is not None and not args.follow:
+            raise OverlayError(f"--{option.replace('_', '-')} goes with --follow")
+    if args.follow and len(args.stores) > 1:
+        raise OverlayError(f"--follow: one store, not {len(args.stores)}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,12 +176,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "attention on a GPU)",
     )
 
+    online = parser.add_argument_group("a store that is being written")
+    online.add_argument(
+        "--follow",
+        action="store_true",
+        help="learn from each record of the one STORE once, in the order of arrival, and wait for more, until --steps, "
+        "Ctrl-C, SIGTERM or --idle-seconds; --epochs and --holdout do not apply (default: off)",
+    )
+    online.add_argument(
+        "--keep-bytes",
+        type=number_of_bytes,
+        metavar="N",
+        help="remove from STORE the rows of records that the last checkpoint has learnt from, the least recently used "
+        "first, while all rows take more than N (such as 64G); records that come faster than that are passed over "
+        "(default: remove nothing)",
+    )
+    online.add_argument(
+        "--idle-seconds", type=float, metavar="S", help="end when no record has come for S seconds (default: wait)"
+    )
+    online.add_argument(
+        "--first-tokens",
+        type=positive,
+        metavar="N",
+        help=f"wait for N tokens, which the draft's vocabulary is chosen from (default: {FIRST_TOKENS})",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_overlay.eagle3.follow import Following
     from vllm_overlay.eagle3.ranks import join_ranks
     from vllm_overlay.eagle3.settings import Settings
-    from vllm_overlay.eagle3.training import train
+    from vllm_overlay.eagle3.training import follow, train
 
+    refuse_misfits(args)
     settings = Settings(
         features=args.features,
         draft_vocab_size=args.draft_vocab_size,
@@ -190,9 +238,12 @@ def run(args: argparse.Namespace) -> int:
         compile=args.compile,
     )
     with join_ranks(args.device) as ranks:
-        result = train(
-            args.stores, args.model, args.output, settings, ranks=ranks, self_test=args.self_test, resume=args.resume
-        )
+        shared = {"ranks": ranks, "self_test": args.self_test, "resume": args.resume}
+        if args.follow:
+            following = Following(args.first_tokens or FIRST_TOKENS, args.keep_bytes, args.idle_seconds)
+            result = follow(args.stores[0], args.model, args.output, settings, following, **shared)
+        else:
+            result = train(args.stores, args.model, args.output, settings, **shared)
     if not ranks.is_first:
         return 0
     print(f"{result.run}: {result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")

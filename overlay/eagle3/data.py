@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -44,12 +45,15 @@ class Skipped:
     unmasked: int = 0  # nothing under the loss mask, or a single token
     truncated: int = 0
 
+    def __add__(self, other: Skipped) -> Skipped:
+        return Skipped(*map(operator.add, astuple(self), astuple(other)))
+
 
 class Corpus:
     """The usable records of some stores that hold the same layers of the same model."""
 
     def __init__(
-        self, stores: Sequence[Store], feature_ids: tuple[int, ...], entries: list[Entry], skipped: Skipped
+        self, stores: list[Store], feature_ids: tuple[int, ...], entries: list[Entry], skipped: Skipped
     ) -> None:
         self.stores = stores
         self.feature_ids = feature_ids
@@ -65,6 +69,12 @@ class Corpus:
     @property
     def meta(self) -> StoreMeta:
         return self.stores[0].meta
+
+    def add(self, store: int, numbers: Iterable[int], max_length: int) -> None:
+        """Read the tokens and masks of these records of a store."""
+        entries, skipped = read_entries(self.stores[store], store, numbers, max_length)
+        self.entries += entries
+        self.skipped += skipped
 
     def digest(self) -> str:
         """Changes when a record, a token or a mask does: an exact resume needs the same data."""
@@ -91,12 +101,10 @@ def default_features(num_hidden_layers: int) -> tuple[int, ...]:
     return 2, num_hidden_layers // 2, num_hidden_layers - 3
 
 
-def open_corpus(
-    paths: Sequence[str | Path], feature_ids: tuple[int, ...] | None = None, max_length: int = 4096
-) -> Corpus:
-    """Open stores and read every record's tokens and mask (not its states).
+def open_stores(paths: Sequence[str | Path], feature_ids: tuple[int, ...] | None = None) -> Corpus:
+    """Open stores, without reading a record.
 
-    Raises OverlayError: stores that disagree, a layer id that a store does not have, nothing to learn from.
+    Raises OverlayError: stores that disagree, a layer id that a store does not have.
     """
     stores = [Store.open(path) for path in paths]
     first = stores[0]
@@ -113,27 +121,45 @@ def open_corpus(
             )
     feature_ids = feature_ids or default_features(first.meta.num_hidden_layers)
     _require_layers(first, paths[0], feature_ids)
+    return Corpus(stores, feature_ids, [], Skipped())
 
+
+def open_corpus(
+    paths: Sequence[str | Path], feature_ids: tuple[int, ...] | None = None, max_length: int = 4096
+) -> Corpus:
+    """Open stores and read every record's tokens and mask (not its states).
+
+    Raises OverlayError: as `open_stores`, or nothing to learn from.
+    """
+    corpus = open_stores(paths, feature_ids)
+    for number, store in enumerate(corpus.stores):
+        corpus.add(number, range(len(store)), max_length)
+    if not corpus.entries:
+        raise OverlayError(
+            f"{', '.join(map(str, paths))}: nothing to learn from: {corpus.skipped.incomplete} incomplete record(s), "
+            f"{corpus.skipped.unmasked} without a token under the loss mask"
+        )
+    return corpus
+
+
+def read_entries(
+    store: Store, store_number: int, numbers: Iterable[int], max_length: int
+) -> tuple[list[Entry], Skipped]:
+    """The usable ones of these records, and how many are not."""
     entries: list[Entry] = []
     incomplete = unmasked = truncated = 0
-    for store_number, store in enumerate(stores):
-        for index in range(len(store)):
-            record = store[index]
-            if not record.complete:
-                incomplete += 1
-                continue
-            entry = _read_entry(record, store_number, index, max_length)
-            if not entry.loss_mask[1:].any():
-                unmasked += 1
-                continue
-            truncated += len(record.token_ids) > max_length
-            entries.append(entry)
-    if not entries:
-        raise OverlayError(
-            f"{', '.join(map(str, paths))}: nothing to learn from: {incomplete} incomplete record(s), "
-            f"{unmasked} without a token under the loss mask"
-        )
-    return Corpus(stores, feature_ids, entries, Skipped(incomplete, unmasked, truncated))
+    for index in numbers:
+        record = store[index]
+        if not record.complete:
+            incomplete += 1
+            continue
+        entry = _read_entry(record, store_number, index, max_length)
+        if not entry.loss_mask[1:].any():
+            unmasked += 1
+            continue
+        truncated += len(record.token_ids) > max_length
+        entries.append(entry)
+    return entries, Skipped(incomplete, unmasked, truncated)
 
 
 def _require_layers(store: Store, path: str | Path, feature_ids: tuple[int, ...]) -> None:

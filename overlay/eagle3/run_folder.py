@@ -32,7 +32,7 @@ class Progress:
     """Where a run stands after `step` steps: the next batch is number `batch` of `epoch`.
 
     The order of an epoch is a function of (seed, epoch) and nothing else draws random numbers, so this is the whole
-    state beside the weights and the optimiser.
+    state beside the weights and the optimiser. records: of a store that is followed, how many are done with.
     """
 
     step: int = 0
@@ -41,6 +41,7 @@ class Progress:
     tokens: int = 0
     best_step: int = 0
     best_loss: float | None = None
+    records: int = 0
 
 
 @dataclass(frozen=True)

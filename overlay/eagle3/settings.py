@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 DEFAULT_DRAFT_VOCABULARY = 32768
+STEPS_WITHOUT_END = 1000  # what the warm-up is a fraction of, in a run that goes on until it is stopped
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Settings:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up to the peak, then a cosine to zero. `step` counts from 1."""
-    assert settings.steps is not None
-    warmup = max(1, round(settings.warmup * settings.steps))
+    """Linear warm-up to the peak, then a cosine to zero; where nobody knows the last step, the peak. `step` counts from
+    1."""
+    warmup = max(1, round(settings.warmup * (settings.steps or STEPS_WITHOUT_END)))
     if step <= warmup:
         return settings.learning_rate * step / warmup
+    if settings.steps is None:
+        return settings.learning_rate
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (settings.steps - warmup + 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -16,8 +16,9 @@ import torch
 
 from vllm_overlay.eagle3.batch import Batch, pack
 from vllm_overlay.eagle3.clock import Moment
-from vllm_overlay.eagle3.data import Corpus, Entry, count_scored, deal, plan_batches, plan_epoch
+from vllm_overlay.eagle3.data import Entry, count_scored, deal, plan_batches
 from vllm_overlay.eagle3.draft import Draft
+from vllm_overlay.eagle3.epochs import Planned, Source
 from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, as_it_is
 from vllm_overlay.eagle3.ranks import Ranks, whole
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, Snapshot, optimizer_tensors
@@ -63,15 +64,12 @@ class Trainer:
         draft: Draft,
         target: Target,
         vocabulary: DraftVocabulary,
-        corpus: Corpus,
-        training: list[Entry],
-        held_out: list[Entry],
+        source: Source,
         settings: Settings,
         ranks: Ranks,
     ) -> None:
-        self.draft, self.corpus, self.settings, self.ranks = draft, corpus, settings, ranks
-        self.training = training
-        self.held_out = plan_batches(held_out, settings.batch_tokens)
+        self.draft, self.source, self.settings, self.ranks = draft, source, settings, ranks
+        self.held_out = plan_batches(source.held_out, settings.batch_tokens)
         head = TargetHead(
             target.final_norm.to(ranks.device, torch.float32),
             target.config.rms_norm_eps,
@@ -88,34 +86,43 @@ class Trainer:
         )
         self.step_weights = [settings.step_weight**step for step in range(settings.ttt_steps)]
 
-    @property
-    def total_steps(self) -> int:
-        assert self.settings.steps is not None
-        return self.settings.steps
-
     def run_from(self, folder: RunFolder, progress: Progress) -> None:
-        """Train to the last step, with a checkpoint at every `checkpoint_every` steps and at the end.
+        """Train to the last step, or to the end of the source, with a checkpoint at every `checkpoint_every` steps and
+        at the end.
 
         A step's figures are read once the next step is under way, so that a GPU never waits for this loop; before a
         checkpoint all are read.
         """
+        total = self.settings.steps
         bar = make_bar(
-            total=self.total_steps, initial=progress.step, unit="step", dynamic_ncols=True, desc="train",
+            total=total, initial=progress.step, unit="step", dynamic_ncols=True, desc="train",
             disable=not self.ranks.is_first,
         )  # fmt: skip
+        plan = islice(self.source.plan(progress), None if total is None else total - progress.step)
+        batches = load_ahead(plan, lambda planned: self.load(planned.entries), self.ranks.device)
+        try:
+            self.take_steps(folder, progress, batches, bar)
+        finally:
+            self.source.end()
+            batches.close()
+            bar.close()
+
+    def take_steps(
+        self, folder: RunFolder, progress: Progress, batches: Iterable[tuple[Planned, Share]], bar: Any
+    ) -> None:
         pending: Taken | None = None
         last = Moment.mark(self.ranks.device)
-        plan = islice(self.plan(progress), self.total_steps - progress.step)
-        for (epoch, index, _), share in load_ahead(plan, lambda item: self.load(item[2]), self.ranks.device):
+        for planned, share in batches:
             taken = self.take_step(progress.step + 1, share)
             progress = replace(
                 progress,
                 step=taken.step,
-                epoch=epoch,
-                batch=index + 1,
+                epoch=planned.epoch,
+                batch=planned.batch,
+                records=planned.records,
                 tokens=progress.tokens + num_tokens(share.entries),
             )
-            due = progress.step % self.settings.checkpoint_every == 0 or progress.step == self.total_steps
+            due = progress.step % self.settings.checkpoint_every == 0 or progress.step == self.settings.steps
             for done in (pending, taken if due else None):
                 if done is not None:
                     self.record(folder, done, last, bar)
@@ -124,22 +131,14 @@ class Trainer:
             if due:
                 progress = self.keep(folder, progress)
                 last = Moment.mark(self.ranks.device)
-        bar.close()
-
-    def plan(self, progress: Progress) -> Iterator[tuple[int, int, list[Entry]]]:
-        """(epoch, number in the epoch, records of the global batch), from where `progress` stands, for ever; the same
-        for any number of ranks."""
-        epoch, first = progress.epoch, progress.batch
-        while True:
-            batches = plan_epoch(self.training, self.settings.batch_tokens, self.settings.seed, epoch)
-            for index in range(first, len(batches)):
-                yield epoch, index, batches[index]
-            epoch, first = epoch + 1, 0
+        if pending is not None:  # the source has ended
+            self.record(folder, pending, last, bar)
+            self.keep(folder, progress)
 
     def load(self, entries: list[Entry]) -> Share:
         """Read this rank's records of a global batch and pack them onto the device."""
         mine = deal(entries, self.ranks.size)[self.ranks.number]
-        documents = [self.corpus.document(entry) for entry in mine or entries[:1]]
+        documents = [self.source.corpus.document(entry) for entry in mine or entries[:1]]
         steps, device = self.settings.ttt_steps, self.ranks.device
         counts = count_scored(entries, steps)
         weights = torch.tensor([weight / max(n, 1) for weight, n in zip(self.step_weights, counts, strict=True)])
@@ -227,6 +226,7 @@ class Trainer:
         if self.ranks.is_first:
             folder.save_checkpoint(snapshot)
         self.ranks.wait()
+        self.source.release(progress)
         return progress
 
     def snapshot(self, progress: Progress) -> Snapshot:
@@ -246,7 +246,7 @@ class Trainer:
 
 def load_ahead(
     items: Iterable[Item], load: Callable[[Item], Share], device: torch.device
-) -> Iterator[tuple[Item, Share]]:
+) -> Generator[tuple[Item, Share], None, None]:
     """Each item and its share; the next one is taken and read in a thread while the caller works on one.
 
     A GPU's copies go on a stream of their own, beside the caller's work. Its memory is given back to that stream, so a

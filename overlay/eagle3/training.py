@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from vllm_overlay.eagle3.curve import plot_curve
-from vllm_overlay.eagle3.data import Corpus, Entry, open_corpus, plan_epoch, split
+from vllm_overlay.eagle3.data import Corpus, Entry
 from vllm_overlay.eagle3.draft import Draft
+from vllm_overlay.eagle3.epochs import Epochs, Source
 from vllm_overlay.eagle3.flex import SMALLEST_HEAD
+from vllm_overlay.eagle3.follow import Follower, Following, stopping_at_signals
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import Ranks, alone
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, require_free
@@ -58,70 +60,125 @@ def train(
     ranks: of `join_ranks`, all of which call this with the same arguments and see the same files; None is this process
     alone. self_test: "strict" (refuse), "warn" or "off". Raises OverlayError for everything a user can put right.
     """
-    run, ranks = Path(run), ranks or alone()
+    ranks = ranks or alone()
     say = say if ranks.is_first else _say_nothing
-    if resume:
-        RunFolder.open(run)
-    else:
-        require_free(run)
+    folder = _find_folder(run, resume)
     target = load_target(model)
-    corpus = open_corpus(stores, settings.features, settings.max_length)
+    source = Epochs.open(stores, settings)
     try:
-        _require_same_model(corpus, target)
-        training, held_out = split(corpus.entries, settings.holdout)
-        counted, present = count_tokens(
-            ((entry.token_ids, entry.loss_mask) for entry in training), target.config.vocab_size
+        return _run(stores, target, folder, settings, source, ranks, self_test, resume, say)
+    finally:
+        source.close()
+
+
+def follow(
+    store: str | Path,
+    model: str | Path,
+    run: str | Path,
+    settings: Settings,
+    following: Following,
+    *,
+    ranks: Ranks | None = None,
+    self_test: str = "strict",
+    resume: bool = False,
+    say: Callable[[str], None] = print,
+) -> Result:
+    """As `train`, by one process, from a store that is being written: until `settings.steps`, SIGINT, SIGTERM, or a
+    silence of `following.idle_seconds`. Each record is learnt from once, whatever the epochs and the holdout are."""
+    ranks = ranks or alone()
+    if ranks.size > 1:
+        raise OverlayError(f"--follow: by one process, not {ranks.size}: ranks would see other records at other times")
+    if "://" in str(store):
+        raise OverlayError(
+            f"--follow: {store} is in a remote folder; a store that is written is followed on its machine"
         )
-        _say_other_weights(say, corpus, target)
-        settings = _settle(settings, corpus, target, training, ranks.device)
-        size = settings.draft_vocab_size or target.config.vocab_size
-        vocabulary = choose_vocabulary(counted, present, size, target.config.special_token_ids)
-        _say_data(say, corpus, training, held_out, counted, vocabulary)
+    folder = _find_folder(run, resume)
+    target = load_target(model)
+    settings = replace(settings, epochs=1, holdout=0.0)
+    with stopping_at_signals(say) as stop:
+        source = Follower(Path(store), settings, following, resumes=resume, stop=stop, say=say)
+        try:
+            return _run([store], target, folder, settings, source, ranks, self_test, resume, say)
+        finally:
+            source.close()
+
+
+def _find_folder(run: str | Path, resume: bool) -> RunFolder:
+    """Raises OverlayError: a run to resume that is not there, or something where a new one is to be."""
+    if resume:
+        return RunFolder.open(run)
+    require_free(Path(run))
+    return RunFolder(Path(run))
+
+
+def _run(
+    stores: Sequence[str | Path],
+    target: Target,
+    folder: RunFolder,
+    settings: Settings,
+    source: Source,
+    ranks: Ranks,
+    self_test: str,
+    resume: bool,
+    say: Callable[[str], None],
+) -> Result:
+    corpus = source.corpus
+    _require_same_model(corpus, target)
+    _say_other_weights(say, corpus, target)
+    settings = _settle(settings, source, target, ranks.device)
+    if resume and not source.training:  # what a followed store had at the start may be gone
+        vocabulary = DraftVocabulary.load(folder.path / "vocabulary.safetensors")
+    else:
+        vocabulary = _choose_vocabulary(say, source, settings, target)
         if ranks.is_first:
             _run_self_test(say, corpus, target, ranks.device, self_test)
 
-        shape = draft_config(
-            target.config,
-            corpus.feature_ids,
-            len(vocabulary),
-            hidden_size=settings.hidden_size,
-            norm_before_residual=settings.norm_before_residual,
-            norm_before_fc=settings.norm_before_fc,
-            fc_norm=settings.fc_norm,
-            norm_output=settings.norm_output,
-            style=settings.style,
-        )
-        draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(ranks.device)
-        facts = _describe_run(settings, stores, corpus, target, draft, ranks)
-        trainer = Trainer(draft, target, vocabulary, corpus, training, held_out, settings, ranks)
-        folder = RunFolder(run)
-        if resume:
-            _require_same_run(folder, facts)
-            _require_same_vocabulary(folder, vocabulary)
-            progress = folder.load_checkpoint(draft, trainer.optimizer)
-            say(f"resuming {run} at step {progress.step} of {settings.steps}")
-            if ranks.is_first:
-                folder.rewind(progress)
-        elif ranks.is_first:
-            progress = _create_run(run, facts, vocabulary, trainer)
-        else:
-            progress = trainer.keep(folder, Progress())
-        ranks.wait()
-        trainer.run_from(folder, progress)
-        if ranks.is_first:
-            plot_curve(folder.metrics, folder.path / "curve.png")
-        return _summarise(folder)
-    finally:
-        corpus.close()
-
-
-def _settle(
-    settings: Settings, corpus: Corpus, target: Target, training: list[Entry], device: torch.device
-) -> Settings:
-    """Fill in what depends on the data and the machine. Raises OverlayError: what cannot be had on this machine."""
-    steps = settings.steps or sum(
-        len(plan_epoch(training, settings.batch_tokens, settings.seed, epoch)) for epoch in range(settings.epochs)
+    shape = draft_config(
+        target.config,
+        corpus.feature_ids,
+        len(vocabulary),
+        hidden_size=settings.hidden_size,
+        norm_before_residual=settings.norm_before_residual,
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+        style=settings.style,
     )
+    draft = create_draft(shape, target, vocabulary, settings.init, settings.seed).to(ranks.device)
+    facts = _describe_run(settings, stores, source, target, draft, ranks)
+    trainer = Trainer(draft, target, vocabulary, source, settings, ranks)
+    if resume:
+        _require_same_run(folder, facts)
+        _require_same_vocabulary(folder, vocabulary)
+        progress = folder.load_checkpoint(draft, trainer.optimizer)
+        say(f"resuming {folder.path} at step {progress.step}" + (f" of {settings.steps}" if settings.steps else ""))
+        if ranks.is_first:
+            folder.rewind(progress)
+        source.release(progress)
+    elif ranks.is_first:
+        progress = _create_run(folder.path, facts, vocabulary, trainer)
+    else:
+        progress = trainer.keep(folder, Progress())
+    ranks.wait()
+    trainer.run_from(folder, progress)
+    if ranks.is_first:
+        plot_curve(folder.metrics, folder.path / "curve.png")
+    return _summarise(folder)
+
+
+def _choose_vocabulary(
+    say: Callable[[str], None], source: Source, settings: Settings, target: Target
+) -> DraftVocabulary:
+    tokens = ((entry.token_ids, entry.loss_mask) for entry in source.training)
+    counted, present = count_tokens(tokens, target.config.vocab_size)
+    size = settings.draft_vocab_size or target.config.vocab_size
+    vocabulary = choose_vocabulary(counted, present, size, target.config.special_token_ids)
+    _say_data(say, source.corpus, source.training, source.held_out, counted, vocabulary)
+    return vocabulary
+
+
+def _settle(settings: Settings, source: Source, target: Target, device: torch.device) -> Settings:
+    """Fill in what depends on the data and the machine. Raises OverlayError: what cannot be had on this machine."""
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
     attention = choose_attention(settings.attention, device, dtype, target.config.head_dim)
     compiled = settings.compile
@@ -131,10 +188,10 @@ def _settle(
         raise OverlayError(f"--compile: it needs a GPU and flex attention; here are {device.type} and {attention}")
     return replace(
         settings,
-        features=corpus.feature_ids,
+        features=source.corpus.feature_ids,
         draft_vocab_size=settings.draft_vocab_size or min(DEFAULT_DRAFT_VOCABULARY, target.config.vocab_size),
         hidden_size=settings.hidden_size or target.config.hidden_size,
-        steps=steps,
+        steps=settings.steps or source.count_steps(settings.epochs),
         dtype=dtype,
         attention=attention,
         compile=compiled,
@@ -213,13 +270,14 @@ def _run_self_test(say: Callable[[str], None], corpus: Corpus, target: Target, d
 
 
 def _describe_run(
-    settings: Settings, stores: Sequence[str | Path], corpus: Corpus, target: Target, draft: Draft, ranks: Ranks
+    settings: Settings, stores: Sequence[str | Path], source: Source, target: Target, draft: Draft, ranks: Ranks
 ) -> dict[str, Any]:
     """RUN/config.json. `settings` and `data` must not change on resume."""
+    corpus = source.corpus
     return {
         "settings": asdict(settings),
         "data": {
-            "digest": corpus.digest(),
+            "digest": source.digest,
             "model_fingerprint": corpus.meta.model_fingerprint,
             "layers": list(corpus.stores[0].layer_ids),
         },
@@ -310,6 +368,8 @@ def _summarise(folder: RunFolder) -> Result:
     lines = folder.metrics
     train_lines = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "validation"]
+    if not train_lines:
+        raise OverlayError(f"{folder.path}: ended before the first step; --resume goes on with it")
     return Result(
         run=folder.path,
         steps=len(train_lines),

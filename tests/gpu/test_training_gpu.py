@@ -21,8 +21,8 @@ import torch
 from tests.eagle3.conftest import make_store, model_folder, reference, store_path  # noqa: F401 - fixtures
 from vllm_overlay.eagle3.batch import make_chunks
 from vllm_overlay.eagle3.clock import Moment
-from vllm_overlay.eagle3.data import Corpus, open_corpus
 from vllm_overlay.eagle3.draft import Draft
+from vllm_overlay.eagle3.epochs import Epochs
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import Ranks, alone
 from vllm_overlay.eagle3.run_folder import Progress
@@ -39,8 +39,8 @@ pytestmark = [
 
 SETTINGS = Settings(features=(0, 2, 3), draft_vocab_size=48, steps=30, batch_tokens=128, holdout=0.2, dtype="float32")
 LARGE = Settings(
-    draft_vocab_size=32768, steps=14, batch_tokens=16384, learning_rate=1e-4, dtype="bfloat16", attention="mask",
-    compile=False,
+    draft_vocab_size=32768, holdout=0.0, steps=14, batch_tokens=16384, learning_rate=1e-4, dtype="bfloat16",
+    attention="mask", compile=False,
 )  # fmt: skip
 WARM_UP = 4  # steps that are not timed
 
@@ -67,7 +67,7 @@ def test_sixteen_bits_train_too(tmp_path: Path, store_path: Path, model_folder: 
 class Setting:
     """What all of the measurements share."""
 
-    corpus: Corpus
+    source: Epochs
     target: Target
     vocabulary: DraftVocabulary
     draft: Draft  # on the CPU, untrained
@@ -75,12 +75,12 @@ class Setting:
 
 
 def make_setting(store: Path, model: Path, settings: Settings, ranks: Ranks) -> Setting:
-    corpus, target = open_corpus([store], settings.features, settings.max_length), load_target(model)
-    tokens = ((entry.token_ids, entry.loss_mask) for entry in corpus.entries)
+    source, target = Epochs.open([store], settings), load_target(model)
+    tokens = ((entry.token_ids, entry.loss_mask) for entry in source.training)
     counted, present = count_tokens(tokens, target.config.vocab_size)
     vocabulary = choose_vocabulary(counted, present, settings.draft_vocab_size or 0)
-    shape = draft_config(target.config, corpus.feature_ids, len(vocabulary))
-    return Setting(corpus, target, vocabulary, create_draft(shape, target, vocabulary, "target", 0), ranks)
+    shape = draft_config(target.config, source.corpus.feature_ids, len(vocabulary))
+    return Setting(source, target, vocabulary, create_draft(shape, target, vocabulary, "target", 0), ranks)
 
 
 def measure(setting: Setting, settings: Settings) -> dict[str, Any]:
@@ -89,13 +89,11 @@ def measure(setting: Setting, settings: Settings) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(
-        copy.deepcopy(setting.draft).to(device), setting.target, setting.vocabulary, setting.corpus,
-        setting.corpus.entries, [], settings, setting.ranks,
-    )  # fmt: skip
-    plan = islice(trainer.plan(Progress()), settings.steps)
+    draft = copy.deepcopy(setting.draft).to(device)
+    trainer = Trainer(draft, setting.target, setting.vocabulary, setting.source, settings, setting.ranks)
+    plan = islice(setting.source.plan(Progress()), settings.steps)
     last, seconds, losses, tokens = Moment.mark(device), [], [], []
-    for number, (_, share) in enumerate(load_ahead(plan, lambda item: trainer.load(item[2]), device)):
+    for number, (_, share) in enumerate(load_ahead(plan, lambda planned: trainer.load(planned.entries), device)):
         taken = trainer.take_step(number + 1, share)
         taken.end.wait()
         seconds.append(taken.end.since(last))
@@ -126,16 +124,14 @@ def list_longest_kernels(step: Callable[[], Any], count: int = 14) -> dict[str, 
 
 def measure_reading(setting: Setting, settings: Settings, batches: int = 5) -> float:
     """Tokens/s of reading and packing alone."""
-    trainer = Trainer(
-        copy.deepcopy(setting.draft).to(setting.ranks.device), setting.target, setting.vocabulary, setting.corpus,
-        setting.corpus.entries, [], settings, setting.ranks,
-    )  # fmt: skip
-    plan = list(islice(trainer.plan(Progress()), batches + 1))
-    trainer.load(plan[0][2])
+    draft = copy.deepcopy(setting.draft).to(setting.ranks.device)
+    trainer = Trainer(draft, setting.target, setting.vocabulary, setting.source, settings, setting.ranks)
+    plan = list(islice(setting.source.plan(Progress()), batches + 1))
+    trainer.load(plan[0].entries)
     begin, total = Moment.mark(setting.ranks.device), 0
-    for _, _, entries in plan[1:]:
-        trainer.load(entries)
-        total += num_tokens(entries)
+    for planned in plan[1:]:
+        trainer.load(planned.entries)
+        total += num_tokens(planned.entries)
     end = Moment.mark(setting.ranks.device)
     end.wait()
     return total / end.since(begin)
