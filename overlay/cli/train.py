@@ -176,6 +176,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "attention on a GPU)",
     )
 
+    loop.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="curves for TensorBoard in RUN/tensorboard; needs the package tensorboard (default: off)",
+    )
+
     online = parser.add_argument_group("a store that is being written")
     online.add_argument(
         "--follow",
@@ -238,7 +244,12 @@ def run(args: argparse.Namespace) -> int:
         compile=args.compile,
     )
     with join_ranks(args.device) as ranks:
-        shared = {"ranks": ranks, "self_test": args.self_test, "resume": args.resume}
+        shared = {
+            "ranks": ranks,
+            "self_test": args.self_test,
+            "resume": args.resume,
+            "tensorboard": args.tensorboard,
+        }
         if args.follow:
             following = Following(args.first_tokens or FIRST_TOKENS, args.keep_bytes, args.idle_seconds)
             result = follow(args.stores[0], args.model, args.output, settings, following, **shared)

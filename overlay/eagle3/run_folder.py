@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_overlay.eagle3.board import Board
 from vllm_overlay.eagle3.ranks import spread_like
 from vllm_overlay.errors import OverlayError
 
@@ -54,10 +55,11 @@ class Snapshot:
 
 
 class RunFolder:
-    """An existing run."""
+    """A run. board: what is told of each line of metrics, too."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, board: Board | None = None) -> None:
         self.path = path
+        self.board = board
 
     @staticmethod
     def open(path: str | Path) -> RunFolder:
@@ -101,6 +103,8 @@ class RunFolder:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if self.board is not None:
+            self.board.show(line)
 
     def save_checkpoint(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, move the pointers, then drop what is neither best, nor of the last two, nor the

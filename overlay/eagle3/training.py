@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_overlay.eagle3.board import Board
 from vllm_overlay.eagle3.curve import plot_curve
 from vllm_overlay.eagle3.data import Corpus, Entry
 from vllm_overlay.eagle3.draft import Draft
@@ -53,16 +54,18 @@ def train(
     ranks: Ranks | None = None,
     self_test: str = "strict",
     resume: bool = False,
+    tensorboard: bool = False,
     say: Callable[[str], None] = print,
 ) -> Result:
     """Train a draft for `model` (a local checkpoint folder) from `stores` into the folder `run`.
 
     ranks: of `join_ranks`, all of which call this with the same arguments and see the same files; None is this process
-    alone. self_test: "strict" (refuse), "warn" or "off". Raises OverlayError for everything a user can put right.
+    alone. self_test: "strict" (refuse), "warn" or "off". tensorboard: curves for it, in RUN/tensorboard. Raises
+    OverlayError for everything a user can put right.
     """
     ranks = ranks or alone()
     say = say if ranks.is_first else _say_nothing
-    folder = _find_folder(run, resume)
+    folder = _find_folder(Path(run), resume, tensorboard)
     target = load_target(model)
     source = Epochs.open(stores, settings)
     try:
@@ -81,6 +84,7 @@ def follow(
     ranks: Ranks | None = None,
     self_test: str = "strict",
     resume: bool = False,
+    tensorboard: bool = False,
     say: Callable[[str], None] = print,
 ) -> Result:
     """As `train`, by one process, from a store that is being written: until `settings.steps`, SIGINT, SIGTERM, or a
@@ -92,7 +96,7 @@ def follow(
         raise OverlayError(
             f"--follow: {store} is in a remote folder; a store that is written is followed on its machine"
         )
-    folder = _find_folder(run, resume)
+    folder = _find_folder(Path(run), resume, tensorboard)
     target = load_target(model)
     settings = replace(settings, epochs=1, holdout=0.0)
     with stopping_at_signals(say) as stop:
@@ -103,12 +107,13 @@ def follow(
             source.close()
 
 
-def _find_folder(run: str | Path, resume: bool) -> RunFolder:
-    """Raises OverlayError: a run to resume that is not there, or something where a new one is to be."""
+def _find_folder(run: Path, resume: bool, tensorboard: bool) -> RunFolder:
+    """Raises OverlayError: a run to resume that is not there, something where a new one is to be, or no TensorBoard."""
     if resume:
-        return RunFolder.open(run)
-    require_free(Path(run))
-    return RunFolder(Path(run))
+        RunFolder.open(run)
+    else:
+        require_free(run)
+    return RunFolder(run, Board(run) if tensorboard else None)
 
 
 def _run(
