@@ -1,6 +1,6 @@
 """How fast a store is written and read, as a share of what the disk gives to plain writes and reads of the same bytes.
 
-usage: python tools/store_speed.py FOLDER [--mib 1024] [--rounds 3] [--warm] [--json FILE]
+usage: python tools/store_speed.py FOLDER [--mib 1024] [--rounds 3] [--warm] [--dtype bfloat16|fp8] [--json FILE]
 
 Makes a store in FOLDER, which must be new, through StoreWriter, with rows of the shape of EAGLE-3 on Llama-3.1-8B (4
 layers of 4096 in bfloat16, 32 KiB a token) and records of 64 to 1024 tokens, and removes it at the end. Then, a round:
@@ -12,6 +12,8 @@ layers of 4096 in bfloat16, 32 KiB a token) and records of 64 to 1024 tokens, an
 Before each reading pass the shards are dropped from the page cache (POSIX_FADV_DONTNEED, needs no root), and mincore
 says what share of their pages was left. With --warm they stay where the writing left them. The medians of the rounds
 are shown. What lies below the system, a host's cache for a virtual disk, cannot be dropped from here.
+
+With --dtype fp8 rows are in float8, packed before and made bfloat16 as they are read; bytes are those on disk.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from vllm_overlay.store import PendingRecord, Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store import PendingRecord, Store, StoreError, StoreMeta, StoreWriter, float8, pack_rows
 
 MIB = 1 << 20
 COMMIT_BYTES = 128 * MIB
 SHORTEST, LONGEST = 64, 1024  # tokens of a record
 PASSES = ("write", "plain write", "in order", "plain in order", "shuffled", "plain shuffled")
-META = StoreMeta(
+BFLOAT16 = StoreMeta(
     layer_ids=(2, 16, 29, 32),
     hidden_size=4096,
     dtype="bfloat16",
@@ -51,26 +54,27 @@ META = StoreMeta(
     vllm_version="none",
     runner="V1",
 )
+METAS = {"bfloat16": BFLOAT16, "fp8": replace(BFLOAT16, dtype=float8.DTYPE)}
 
 
-def choose_lengths(mib: int, seed: int) -> list[int]:
+def choose_lengths(meta: StoreMeta, mib: int, seed: int) -> list[int]:
     """Tokens of each record, `mib` MiB in all."""
-    chosen, left, source = [], mib * MIB // META.row_bytes, random.Random(seed)
+    chosen, left, source = [], mib * MIB // meta.row_bytes, random.Random(seed)
     while left:
         chosen.append(min(left, source.randint(SHORTEST, LONGEST)))
         left -= chosen[-1]
     return chosen
 
 
-def write_store(folder: Path, lengths: Sequence[int], rows: torch.Tensor) -> float:
+def write_store(folder: Path, meta: StoreMeta, lengths: Sequence[int], rows: torch.Tensor) -> float:
     """Seconds from the opening of the writer to its end."""
     started = time.perf_counter()
-    with StoreWriter.open(folder, META) as writer:
+    with StoreWriter.open(folder, meta) as writer:
         waiting: list[PendingRecord] = []
         for number, length in enumerate(lengths):
             first = writer.append(rows[:length])
             waiting.append(_make_record(number, first, length))
-            if sum(len(record.rows) for record in waiting) * META.row_bytes >= COMMIT_BYTES:
+            if sum(len(record.rows) for record in waiting) * meta.row_bytes >= COMMIT_BYTES:
                 writer.commit(waiting)
                 waiting = []
         writer.commit(waiting)
@@ -95,7 +99,7 @@ def write_plainly(path: Path, lengths: Sequence[int], rows: torch.Tensor) -> flo
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for length in lengths:
-            file.write(data[: length * META.row_bytes])
+            file.write(data[: length * rows[0].nbytes])
         os.fsync(file.fileno())
     seconds = time.perf_counter() - started
     path.unlink()
@@ -162,12 +166,18 @@ def measure_cached(shards: Sequence[Path]) -> float:
     return cached / pages
 
 
-def measure(folder: Path, mib: int, rounds: int, warm: bool) -> dict[str, Any]:
+def make_rows(meta: StoreMeta) -> torch.Tensor:
+    """LONGEST rows as they are appended."""
+    rows = torch.randn(LONGEST, *meta.row_shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return pack_rows(rows) if meta.is_packed else rows
+
+
+def measure(folder: Path, meta: StoreMeta, mib: int, rounds: int, warm: bool) -> dict[str, Any]:
     """MB/s of each pass in each round, and what share of the shards was cached before each reading pass."""
-    lengths = choose_lengths(mib, seed=0)
-    rows = torch.randint(-(2**15), 2**15, (LONGEST, *META.row_shape), dtype=torch.int16).view(META.torch_dtype)
-    out = torch.empty_like(rows)
-    total = sum(lengths) * META.row_bytes
+    lengths = choose_lengths(meta, mib, seed=0)
+    rows = make_rows(meta)
+    out = torch.empty(LONGEST, *meta.row_shape, dtype=meta.torch_dtype)
+    total = sum(lengths) * meta.row_bytes
     rates: dict[str, list[float]] = {name: [] for name in PASSES}
     cached: list[float] = []
     bar = tqdm(total=rounds * len(PASSES), unit="pass", disable=None)
@@ -184,7 +194,7 @@ def measure(folder: Path, mib: int, rounds: int, warm: bool) -> dict[str, Any]:
 
     for round_ in range(rounds):
         store = folder / f"store-{round_}"
-        note("write", lambda: write_store(store, lengths, rows))  # noqa: B023 - run at once
+        note("write", lambda: write_store(store, meta, lengths, rows))  # noqa: B023 - run at once
         note("plain write", lambda: write_plainly(folder / "plain", lengths, rows))
         shards = sorted(store.glob("shards/*.safetensors"))
         order = random.Random(round_).sample(range(len(lengths)), len(lengths))
@@ -196,12 +206,12 @@ def measure(folder: Path, mib: int, rounds: int, warm: bool) -> dict[str, Any]:
         note_reading("plain shuffled", lambda: read_plainly(mixed, out))  # noqa: B023
         shutil.rmtree(store)
     bar.close()
-    return {"records": len(lengths), "bytes": total, "MB/s": rates, "cached": cached, "warm": warm}
+    return {"records": len(lengths), "bytes": total, "dtype": meta.dtype, "MB/s": rates, "cached": cached, "warm": warm}
 
 
 def show(report: dict[str, Any]) -> None:
     state = "warm: left in the page cache" if report["warm"] else "dropped from the page cache before each pass"
-    print(f"{report['records']} records, {report['bytes'] / MIB:.0f} MiB; shards {state}")
+    print(f"{report['records']} records, {report['bytes'] / MIB:.0f} MiB, {report['dtype']}; shards {state}")
     cached = f"{min(report['cached']):.0%} to {max(report['cached']):.0%}"
     print(f"({cached} of their pages were cached before a pass). Medians of {report['rounds']}, MB/s:\n")
     print(f"{'':10}{'store':>8}{'plain':>8}{'share':>8}")
@@ -216,6 +226,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=1024, help="size of the store (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--warm", action="store_true", help="leave the shards in the page cache")
+    parser.add_argument("--dtype", choices=list(METAS), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
     if args.mib < 1 or args.rounds < 1:
@@ -226,7 +237,7 @@ def main() -> int:
         print(f"cannot make {args.folder}: {error.strerror}; name a new folder", file=sys.stderr)
         return 1
     try:
-        measured = measure(args.folder, args.mib, args.rounds, args.warm)
+        measured = measure(args.folder, METAS[args.dtype], args.mib, args.rounds, args.warm)
     except (StoreError, OSError) as error:
         print(f"{error}", file=sys.stderr)
         return 1
@@ -234,7 +245,8 @@ def main() -> int:
         shutil.rmtree(args.folder)
     report = {
         "command": f"python tools/store_speed.py FOLDER --mib {args.mib} --rounds {args.rounds}"
-        + (" --warm" if args.warm else ""),
+        + (" --warm" if args.warm else "")
+        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else ""),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "cpus": os.cpu_count(),

@@ -79,14 +79,18 @@ def test_on_a_cpu_the_limit_holds_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_in_8_bits_are_packed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peaks are those of the rows themselves, and the room is counted in the bytes that they take."""
-    monkeypatch.setattr(transfer, "HOST_BYTES", 0)
+    """The peaks are those of the rows themselves, and the room is counted in the bytes that they take: 24 a row."""
+    monkeypatch.setattr(transfer, "HOST_BYTES", 12 * 24)
     buffer = torch.randn(4, 2, 8)
     wanted, peaks = pack_rows(buffer), find_peaks(buffer)
     sender, tokens = open_transfer(buffer, "fp8"), torch.arange(4, dtype=torch.int32)
     first = sender.send(4, None, tokens).wait()
     second = sender.send(2, torch.tensor([2, 0]).numpy(), tokens).wait()
     third = sender.send(2, None, tokens).wait()
+    timer = threading.Timer(5, first.release)
+    timer.start()
+    sender.send(4, None, tokens)
+    timer.cancel()
     assert sender.num_waits == 0
     buffer.zero_()
     for host, rows in ((first, [0, 1, 2, 3]), (second, [2, 0]), (third, [0, 1])):
