@@ -202,13 +202,15 @@ def test_text_is_the_same_with_capture_off(
 
 
 def test_an_engine_in_the_callers_own_process_loses_nothing(tmp_path: Path, model: Path, reference: Reference) -> None:
-    """Nobody tells its worker of the last finished requests: they are written when the process ends."""
+    """Nobody tells its worker of the last finished requests: they are written when the process ends. Its rows are in 8
+    bits, as far from the reference as the nearest number of e4m3 may be."""
     batch = Batch(SHARED, 4)
     environment = {
         "VLLM_OVERLAY": "1",
         "VLLM_OVERLAY_CAPTURE": str(tmp_path / "store"),
         "VLLM_OVERLAY_LAYERS": "8",
         "VLLM_OVERLAY_TOKENS": "prompt",
+        "VLLM_OVERLAY_DTYPE": "fp8",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     answers = run_script(tmp_path / "run", model, [batch], environment=environment)[0]
@@ -218,4 +220,8 @@ def test_an_engine_in_the_callers_own_process_loses_nothing(tmp_path: Path, mode
             record = store[answer.request_id]
             assert record.token_ids.tolist() == prompt
             expected = reference.states(record.token_ids)[:, [8]]
-            assert float((record.hidden_states - expected).abs().max()) < TOLERANCE
+            peaks = expected.abs().amax(dim=-1, keepdim=True)
+            assert record.hidden_states.dtype is torch.bfloat16
+            error = (record.hidden_states.float() - expected).abs()
+            assert bool((error <= torch.maximum(expected.abs() / 16, peaks / (224 * 1024)) + TOLERANCE).all())
+            assert float(error.max()) > TOLERANCE
