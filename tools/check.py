@@ -27,7 +27,7 @@ from typing import IO
 from environments import RELEASES, REPOSITORY, NoInterpreter, NoLibrary, make_environment, run_variables
 
 PYPROJECT = str(REPOSITORY / "pyproject.toml")
-WITHOUT_ENGINES = ("tests/unit", "tests/patches", "tests/eagle3")
+WITHOUT_ENGINES = {"tests": ("tests/unit", "tests/patches"), "tests of training": ("tests/eagle3",)}
 # Once: they look at the tree, at what is built of it, or at numbers and files alone, not at the vLLM that is installed.
 WITHOUT_VLLM = ("tests/contract", "tests/unit/test_step_streams.py", "tests/unit/store/test_crashes.py")
 
@@ -36,7 +36,7 @@ NEWEST = "0.32.0"
 CHECKED = ("0.11.0", "0.16.0", NEWEST)
 
 
-# Live modules run two at a time: the processes of an engine start one after the other, most of the time on one core.
+# Checks run two at a time: mypy and pytest keep one core busy, and an engine's processes start one after the other.
 LANES = 2
 
 
@@ -62,7 +62,7 @@ LIVE = (
     LiveModule("test_rehearse_live", "how a model dies, and what a CPU can build, varies", ("0.16.0", NEWEST)),
     LiveModule("test_matrix_live", "what every release must show"),
     LiveModule("test_architectures_live", "layers of many kinds, whose code differs by release", ("0.16.0", NEWEST)),
-    LiveModule("test_status_live", "which processes there are: all in one, or a worker of its own", ("0.16.0", NEWEST)),
+    LiveModule("test_status_live", "it looks for our own patches in processes of ours", (NEWEST,)),
     LiveModule("test_serve_live", "the server above the engine ends it in other ways", ("0.16.0", NEWEST)),
     LiveModule("test_smollm2_live", "the model, not the release, is what it adds", (NEWEST,)),
     LiveModule("test_ray_live", "skipped where Ray is not installed, as in the environments of the checks", (NEWEST,)),
@@ -94,10 +94,13 @@ def list_single_checks(bin_folder: Path) -> list[Check]:
 def list_release_checks(bin_folder: Path, elsewhere: Path) -> list[Check]:
     """What is run on every release without an engine. In `elsewhere` the working tree cannot be imported."""
     once = [f"--ignore={path}" for path in WITHOUT_VLLM]
+    tests = [
+        Check(name, [*pytest_of(bin_folder), *folders, *once], REPOSITORY) for name, folders in WITHOUT_ENGINES.items()
+    ]
     return [
+        *tests,
         Check("types", [str(bin_folder / "mypy"), "--config-file", PYPROJECT, "-p", "vllm_overlay"], elsewhere),
         Check("walls", [str(bin_folder / "lint-imports"), "--no-cache", "--config", PYPROJECT], elsewhere),
-        Check("tests", [*pytest_of(bin_folder), *WITHOUT_ENGINES, *once], REPOSITORY),
     ]
 
 
@@ -115,13 +118,8 @@ def pytest_of(bin_folder: Path) -> list[str]:
     return [str(bin_folder / "python"), "-m", "pytest", "-p", "no:cacheprovider"]
 
 
-def run_one_by_one(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
-    """Run them all, their output as it comes. Returns those that failed."""
-    return list(filter(None, (run_check(release, check, environment) for check in checks)))
-
-
 def run_in_lanes(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
-    """Run them all, some at a time, the output of each when it has ended. Returns those that failed."""
+    """Run them all, some at a time, the output of each when it has ended. Returns the titles of those that failed."""
 
     def run_apart(check: Check) -> str | None:
         with tempfile.TemporaryFile("w+") as output:
@@ -134,13 +132,14 @@ def run_in_lanes(release: str, checks: Sequence[Check], environment: dict[str, s
         return list(filter(None, lanes.map(run_apart, checks)))
 
 
-def run_check(release: str, check: Check, environment: dict[str, str], output: IO[str] | None = None) -> str | None:
-    """Run it, and print there what it prints (None: with our own). Its title if it failed."""
+def run_check(release: str, check: Check, environment: dict[str, str], output: IO[str]) -> str | None:
+    """Run it, and print there what it prints. Its title if it failed."""
     title = f"{check.name} ({release})"
     say(f"{title}: {shlex.join(check.command)}")
     began = time.monotonic()
-    errors = subprocess.STDOUT if output else None
-    done = subprocess.run(check.command, cwd=check.folder, env=environment, check=False, stdout=output, stderr=errors)
+    done = subprocess.run(
+        check.command, cwd=check.folder, env=environment, check=False, stdout=output, stderr=subprocess.STDOUT
+    )
     verdict = "passed" if done.returncode == 0 else f"FAILED, exit status {done.returncode},"
     say(f"{title}: {verdict} in {time.monotonic() - began:.0f} s")
     return None if done.returncode == 0 else title
@@ -161,9 +160,10 @@ def check_release(release: str, *, with_single: bool, engines: bool) -> list[str
     say(f"environment of vLLM {release}: ready in {time.monotonic() - began:.0f} s")
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-check-") as elsewhere:
         variables = run_variables(RELEASES[release], folder)
-        checks = [*(list_single_checks(folder / "bin") if with_single else ())]
-        failed = run_one_by_one(release, [*checks, *list_release_checks(folder / "bin", Path(elsewhere))], variables)
-        return failed + run_in_lanes(release, list_live_checks(release, folder / "bin") if engines else [], variables)
+        single = list_single_checks(folder / "bin") if with_single else []
+        live = list_live_checks(release, folder / "bin") if engines else []
+        checks = [*single, *list_release_checks(folder / "bin", Path(elsewhere)), *live]
+        return run_in_lanes(release, checks, variables)
 
 
 def say(text: str) -> None:
