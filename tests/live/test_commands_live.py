@@ -25,8 +25,14 @@ import pytest
 from tests.live.runs import Reference, clean_environment, run_python
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.dataset import Dataset, DatasetItem, write_dataset
+from vllm_overlay.eagle3.acceptance import Acceptance, load_draft, measure_acceptance, pool
+from vllm_overlay.eagle3.export import export_run
+from vllm_overlay.eagle3.ranks import alone
+from vllm_overlay.eagle3.settings import Settings
+from vllm_overlay.eagle3.target import load_target
+from vllm_overlay.eagle3.training import train
 from vllm_overlay.offline.replica import share_out
-from vllm_overlay.store import Store, StoreError, summarize
+from vllm_overlay.store import Record, Store, StoreError, summarize
 
 pytestmark = pytest.mark.live
 
@@ -243,32 +249,80 @@ def test_vllms_counters_agree_with_the_chain(report: dict[str, Any]) -> None:
         assert report["vllm"][name] == report["chain"][name]
 
 
-SERVE = """
-import sys
-from vllm import LLM
-for draft, model in zip(sys.argv[1::2], sys.argv[2::2]):
-    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
-    try:
-        LLM(model, speculative_config=speculative, dtype="float32", enforce_eager=True, max_model_len=256)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-"""
+SERVE_DRAFTS = Path(__file__).parent / "scripts" / "serve_drafts.py"
 
 
-def test_a_draft_is_not_served_with_other_layers_or_another_target(draft: Path, model: Path, tmp_path: Path) -> None:
-    """Refused in the front end, where no process of an engine has been started yet."""
-    changed = shutil.copytree(draft, tmp_path / "changed")
+@dataclass(frozen=True)
+class Served:
+    """What came, under the overlay, of `changed` (the draft with other layers in its config.json), of the draft with a
+    stranger of the same sizes, and of one with Qwen3's layer; `texts` and `chain` are what the last must give."""
+
+    changed: Path
+    draft: Path
+    stranger: Path
+    result: dict[str, Any]
+    texts: list[list[int]]
+    chain: Acceptance
+
+
+def find_own_text(record: Record) -> tuple[int, int]:
+    """Where the target's own text begins and ends; the token that ends its turn may be the template's."""
+    assert record.loss_mask is not None
+    positions = record.loss_mask.nonzero()[:, 0].tolist()
+    return positions[0], positions[-1]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, draft: Path, store: Path, dataset: Path, model: Path) -> Served:
+    folder = tmp_path_factory.mktemp("served")
+    changed = shutil.copytree(draft, folder / "changed")
     config = json.loads((draft / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}))
-    stranger = write_tiny_llama(tmp_path / "stranger", layers=LAYERS, seed=1, spread=0.05)
-    words = [changed, model, draft, stranger]
-    done = run_python(["-c", SERVE, *map(str, words)], {"VLLM_OVERLAY": "1"})
-    refusals = [line for line in done.stdout.splitlines() if line.startswith("DraftMismatchError: ")]
-    assert len(refusals) == 2, done.stdout[-2000:] + done.stderr[-3000:]
-    assert f"draft {changed}: trained on layers 2, 4, 5 of {model}, and vLLM" in refusals[0]
-    assert "would feed it layers 1, 4, 5;" in refusals[0]
-    assert f"draft {draft}: trained on another target than {stranger}, of the same sizes" in refusals[1]
-    assert "Loading weights" not in done.stdout + done.stderr
+    stranger = write_tiny_llama(folder / "stranger", layers=LAYERS, seed=1, spread=0.05)
+    train([store], model, folder / "run", Settings(style="qwen3", steps=30, batch_tokens=512), ranks=alone("cpu"))
+    qwen3 = export_run(folder / "run", folder / "qwen3", checkpoint="last")
+
+    loaded = load_draft(qwen3, load_target(model).embed_tokens)
+    with Store.open(store) as opened:
+        keys = {item.key for item in Dataset.open(dataset)}
+        records = [record for record in opened if record.tag in keys and int(record.loss_mask.sum()) > 20][:12]
+        spans = [find_own_text(record) for record in records]
+        chain = pool(
+            measure_acceptance(loaded, record.hidden_states[:end, :3], record.token_ids[:end], begin, 3)
+            for record, (begin, end) in zip(records, spans, strict=True)
+        )
+        tokens = [record.token_ids.tolist() for record in records]
+    prompts = [ids[:begin] for ids, (begin, _) in zip(tokens, spans, strict=True)]
+    # The chain counts checks whose three tokens lie inside the text; vLLM's last check has its first token inside.
+    texts = [ids[begin : end - 2] for ids, (begin, end) in zip(tokens, spans, strict=True)]
+    plan = {
+        "refused": [[str(changed), str(model)], [str(draft), str(stranger)]],
+        "draft": str(qwen3),
+        "model": str(model),
+        "prompts": prompts,
+        "max_tokens": [len(text) for text in texts],
+        "out": str(folder / "out.json"),
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    done = run_python([str(SERVE_DRAFTS), str(folder / "plan.json")], {"VLLM_OVERLAY": "1", "OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    return Served(changed, draft, stranger, json.loads((folder / "out.json").read_text()), texts, chain)
+
+
+def test_a_draft_is_not_served_with_other_layers_or_another_target(served: Served, model: Path) -> None:
+    by_layers, by_target = served.result["refusals"]
+    trained_on = f"DraftMismatchError: draft {served.changed}: trained on layers 2, 4, 5 of {model}, and vLLM "
+    assert by_layers.startswith(trained_on) and "would feed it layers 1, 4, 5;" in by_layers
+    other = f"DraftMismatchError: draft {served.draft}: trained on another target than {served.stranger}, of the same"
+    assert by_target.startswith(other)
+
+
+def test_a_draft_with_the_layer_of_qwen3_is_served(served: Served) -> None:
+    """The target's own text, and the same checks and the same tokens accepted as the chain in torch counts."""
+    assert served.result["token_ids"] == served.texts
+    assert served.chain.accepted_per_position[0] > 0
+    assert served.result["num_drafts"] == served.chain.num_drafts
+    assert served.result["accepted_per_position"] == list(served.chain.accepted_per_position)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(
