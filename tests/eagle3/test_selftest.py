@@ -13,7 +13,7 @@ from tests.eagle3.conftest import HIDDEN, LAYERS, VOCABULARY
 from vllm_overlay.eagle3.data import Corpus, open_corpus
 from vllm_overlay.eagle3.selftest import find_cause, measure_agreement
 from vllm_overlay.eagle3.target import Target, load_target, rms_norm
-from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
+from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter, pack_rows
 
 CPU = torch.device("cpu")
 LAYER_IDS = (2, 3, 5, 6)
@@ -38,8 +38,8 @@ def corpus_of(tmp_path: Path, states_of: Callable[..., torch.Tensor]) -> Callabl
         meta = StoreMeta(LAYER_IDS, HIDDEN, dtype, LAYERS, "tiny", "tiny", "0.0.0", "V1")
         writer = StoreWriter.open(tmp_path / "store", meta)
         for number, text in enumerate(texts):
-            states = change(states_of(text, LAYER_IDS)).to(getattr(torch, dtype)).contiguous()
-            first = writer.append(states)
+            states = change(states_of(text, LAYER_IDS))
+            first = writer.append(pack_rows(states) if meta.is_packed else states.to(meta.torch_dtype).contiguous())
             rows = np.arange(first, first + len(text), dtype=np.int64)
             mask = np.arange(len(text)) >= PROMPT
             writer.commit(
@@ -87,6 +87,29 @@ def test_good_states_are_not_suspected(
     agreement = measure_agreement(corpus, target, CPU)
     assert (agreement.agreed, agreement.positions) == (6 * 32, 6 * 32)
     assert find_cause(corpus, target, agreement, CPU) is None
+
+
+def test_states_in_8_bits_are_not_suspected_and_wrong_ones_are(
+    corpus_of: Callable[..., Corpus],
+    greedy_texts: list[torch.Tensor],
+    target: Target,
+    states_of: Callable[..., torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """Text that takes the second choice where it is 2% below the first: tied in float8, and not in bfloat16."""
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        (best, second), tokens = logits.topk(2)
+        return tokens[int(second >= 0.98 * best)]
+
+    texts = write_with(target, states_of, choose)
+    agreements = {}
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        agreements[dtype] = measure_agreement(corpus_of(texts, dtype=dtype), target, CPU)
+        (tmp_path / "store").rename(tmp_path / dtype)
+    assert agreements["bfloat16"].is_suspicious and not agreements["float8_e4m3fn"].is_suspicious
+    shifted = corpus_of(greedy_texts, lambda states: states.roll(1, dims=0), dtype="float8_e4m3fn")
+    assert verdict(shifted, target).startswith("the rows are shifted: each holds the state of the token before it")
 
 
 def test_normed_states(corpus_of: Callable[..., Corpus], greedy_texts: list[torch.Tensor], target: Target) -> None:
