@@ -26,13 +26,14 @@ import json
 import os
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,12 @@ class Side:
         command = [sys.executable, __file__, "--serve-side", name, "--model", args.model, "--", *engine_options]
         self._processes = [
             subprocess.Popen(
-                command, env=environment | replica, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                env=environment | replica,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
             for replica in list_replicas(args.replicas)
         ]
@@ -127,6 +133,9 @@ class Side:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+            # An engine that starts does not hear of its front end's end, and would keep the GPU.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _ask(self, messages: list[dict[str, Any]]) -> None:
         for process, message in zip(self._processes, messages, strict=True):
