@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "mask", "flex"],
         default="auto",
         help="how packed records are kept apart: plain products and a mask, or PyTorch's flex attention, which needs a "
-        "GPU (default: auto, flex in bfloat16 on a GPU)",
+        "GPU and has not been run on one yet (default: auto, mask)",
     )
     loop.add_argument(
         "--compile",

@@ -185,7 +185,7 @@ def _choose_vocabulary(
 def _settle(settings: Settings, source: Source, target: Target, device: torch.device) -> Settings:
     """Fill in what depends on the data and the machine. Raises OverlayError: what cannot be had on this machine."""
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
-    attention = choose_attention(settings.attention, device, dtype, target.config.head_dim)
+    attention = choose_attention(settings.attention, device, target.config.head_dim)
     compiled = settings.compile
     if compiled is None:
         compiled = device.type == "cuda" and attention == "flex"
@@ -203,12 +203,11 @@ def _settle(settings: Settings, source: Source, target: Target, device: torch.de
     )
 
 
-def choose_attention(wanted: str, device: torch.device, dtype: str, head_dim: int) -> str:
-    """ "auto": flex attention where its kernels are fast, in 16 bits on a GPU. Raises OverlayError: it cannot be."""
-    on_gpu = device.type == "cuda"
+def choose_attention(wanted: str, device: torch.device, head_dim: int) -> str:
+    """ "auto": the mask, for flex attention has not been run on a GPU yet. Raises OverlayError: it cannot be."""
     if wanted == "auto":
-        return "flex" if on_gpu and dtype == "bfloat16" and head_dim >= SMALLEST_HEAD else "mask"
-    if wanted == "flex" and not on_gpu:
+        return "mask"
+    if wanted == "flex" and device.type != "cuda":
         raise OverlayError("--attention flex: it has no backward pass on a CPU; use --attention mask")
     if wanted == "flex" and head_dim < SMALLEST_HEAD:
         raise OverlayError(
