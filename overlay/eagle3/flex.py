@@ -42,7 +42,8 @@ def make_blocks(rows: torch.Tensor, document_starts: Sequence[int], num_tokens: 
         *_list_blocks(seen & ~full), *_list_blocks(full), BLOCK_SIZE=BLOCK, mask_mod=sees,
         seq_lengths=(len(rows), num_tokens),
     )  # fmt: skip
-    return mask.to(device)
+    moved: BlockMask = mask.to(device)
+    return moved
 
 
 def _fold(per_row: torch.Tensor) -> torch.Tensor:
@@ -100,7 +101,8 @@ def _compile_flex() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def _flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, aux = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, **_WITH_LOG_SUM)
+    result: Any = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, **_WITH_LOG_SUM)
+    output, aux = result
     return output, getattr(aux, "lse", aux)
 
 
