@@ -20,8 +20,16 @@ LAYER_IDS = (2, 16, 29, 32)
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its two ends and its last layer."""
-    folder = tmp_path_factory.mktemp("model")
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_states(tmp_path_factory.mktemp("store") / "store", model)
+
+
+def write_model(folder: Path) -> Path:
+    """Its two ends and its last layer, into a folder that is there."""
     shutil.copy(SHAPES / "config.json", folder)
     facts = json.loads((folder / "config.json").read_text())
     hidden, wide, layer = facts["hidden_size"], facts["intermediate_size"], facts["num_hidden_layers"] - 1
@@ -48,10 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random states; a few hundred tokens, so that the draft has something to learn."""
-    path = tmp_path_factory.mktemp("store") / "store"
+def write_states(path: Path, model: Path) -> Path:
+    """A store of random states; a few hundred tokens, so that the draft has something to learn."""
     facts = json.loads((model / "config.json").read_text())
     hidden, layers = facts["hidden_size"], facts["num_hidden_layers"]
     meta = StoreMeta(LAYER_IDS, hidden, "bfloat16", layers, "random", "random", "0.0.0", "V2")
