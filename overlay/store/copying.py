@@ -156,10 +156,13 @@ def _plan_log(member: Store, old: int, new: int, extents: Sequence[Extents], eve
     # First: a writer that closes between the two shortens its shards, and they are copied then, not shared.
     is_closed = member.index.execute("SELECT closed IS NOT NULL FROM logs WHERE id = ?", (old,)) == [(1,)]
     shards = member.index.read_shards(old)
-    kept = np.full(sum(shard.rows for shard in shards), everything and is_closed)
+    there = np.zeros(max((shard.first_row + shard.rows for shard in shards), default=0), dtype=np.bool_)
+    for shard in shards:  # others may have been retired
+        there[shard.first_row : shard.first_row + shard.rows] = True
+    kept = there & (everything and is_closed)
     for start, count in (pair for each in extents for pair in each.tolist()):
         if start != HOLE:
-            if start + count > len(kept):
+            if there[start : start + count].sum() < count:
                 raise StoreError(f"rows {start}..{start + count - 1} of log {old} are in no shard of {member.path}")
             kept[start : start + count] = True
     meta = member.index.read_log_meta(old)

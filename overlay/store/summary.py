@@ -16,10 +16,9 @@ from vllm_overlay.store.reader import Store
 @dataclass(frozen=True)
 class StoreSummary:
     """Counts over all records. Rows and tokens are counts, bytes_on_disk what the filesystem has set aside, or
-    the sizes of remote files. Where
-    pipeline stages wrote a store, a token has a row in the log of each.
+    the sizes of remote files. Where pipeline stages wrote a store, a token has a row in the log of each.
 
-    rows_stored: rows that the logs hold, those of writers at work as of their last commit. rows_in_records: of these,
+    rows_stored: rows that the shards hold, those of writers at work as of their last commit. rows_in_records: of these,
     rows that a record refers to, each once. row_references: the same, once for each record, so that what is above
     rows_in_records was shared between records and not stored again.
 
@@ -64,10 +63,14 @@ def _summarize_member(store: Store) -> StoreSummary:
         f"SELECT count(*), coalesce(sum(complete), 0), coalesce(sum({store.index.first_position} > 0), 0), "
         "coalesce(sum(num_prompt_tokens), 0), coalesce(sum(num_tokens), 0) FROM records"
     )[0]
-    logs, logs_open, unclean, rows, dropped = execute(
-        "SELECT count(*), coalesce(sum(closed IS NULL), 0), coalesce(sum(clean = 0), 0), coalesce(sum(rows), 0), "
-        "coalesce(sum(dropped), 0) FROM logs"
+    logs, logs_open, unclean, dropped = execute(
+        "SELECT count(*), coalesce(sum(closed IS NULL), 0), coalesce(sum(clean = 0), 0), coalesce(sum(dropped), 0) "
+        "FROM logs"
     )[0]
+    # Not logs.rows, which counts those that were retired; the last shard of a log has room for more than it holds.
+    rows = execute(
+        "SELECT coalesce(sum(max(0, min(shards.rows, logs.rows - first_row))), 0) FROM shards JOIN logs ON logs.id = log"
+    )[0][0]
     reasons = execute(
         "SELECT finish_reason, count(*) FROM records GROUP BY finish_reason ORDER BY count(*) DESC, finish_reason"
     )

@@ -17,6 +17,7 @@ from tests.unit.store.conftest import MakeMeta, MakeRecord, MakeRows
 from vllm_overlay.cli import main
 from vllm_overlay.store import Part, Record, Store, StoreMeta, StoreWriter, summarize
 from vllm_overlay.store.index import Index
+from vllm_overlay.store.retire import Retirer
 
 Fill = Callable[..., Path]
 
@@ -167,6 +168,25 @@ def test_a_log_that_is_closed_while_it_is_read_is_copied(
     assert not list_inodes(tmp_path / "copy") & list_inodes(tmp_path / "closing")
     with Store.open(tmp_path / "copy") as store:
         assert summarize(store).rows_stored == 4
+
+
+def test_a_store_whose_rows_were_retired(
+    tmp_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    """The first file stays for a prefix of it, the second is gone: rows are not where a count of files says."""
+    source = tmp_path / "a"
+    with StoreWriter.open(source, meta, rows_per_shard=8) as writer:
+        writer.append(make_rows(24))
+        writer.commit([make_record("gone", range(7, 12)), make_record("kept", [0, 1, *range(18, 24)])])
+    retirer = Retirer(source)
+    assert retirer.retire(1, keep_bytes=0).files == 1
+    retirer.close()
+    assert main(["copy", str(source), "-o", str(tmp_path / "all")]) == 0
+    assert read(tmp_path / "all") == read(source)
+    assert main(["copy", str(source), "-o", str(tmp_path / "some"), "--complete"]) == 0
+    assert read(tmp_path / "some") == read(source)[1:]
+    with Store.open(source) as store, Store.open(tmp_path / "all") as copied:
+        assert summarize(store).rows_stored == summarize(copied).rows_stored == 16
 
 
 def test_records_of_pipeline_stages(
