@@ -69,7 +69,8 @@ def _summarize_member(store: Store) -> StoreSummary:
     )[0]
     # Not logs.rows, which counts those that were retired; the last shard of a log has room for more than it holds.
     rows = execute(
-        "SELECT coalesce(sum(max(0, min(shards.rows, logs.rows - first_row))), 0) FROM shards JOIN logs ON logs.id = log"
+        "SELECT coalesce(sum(max(0, min(shards.rows, logs.rows - first_row))), 0) "
+        "FROM shards JOIN logs ON logs.id = log"
     )[0][0]
     reasons = execute(
         "SELECT finish_reason, count(*) FROM records GROUP BY finish_reason ORDER BY count(*) DESC, finish_reason"
