@@ -30,6 +30,13 @@ def fraction(text: str) -> float:
     return number
 
 
+def seconds(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds, 0 or more")
+    return number
+
+
 def number_of_bytes(text: str) -> int:
     """ "64G" -> 64 * 2**30."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", text, re.IGNORECASE)
@@ -198,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: remove nothing)",
     )
     online.add_argument(
-        "--idle-seconds", type=float, metavar="S", help="end when no record has come for S seconds (default: wait)"
+        "--idle-seconds", type=seconds, metavar="S", help="end when no record has come for S seconds (default: wait)"
     )
     online.add_argument(
         "--first-tokens",

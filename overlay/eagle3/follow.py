@@ -22,12 +22,12 @@ from vllm_overlay.eagle3.epochs import Planned
 from vllm_overlay.eagle3.run_folder import Progress
 from vllm_overlay.eagle3.settings import Settings
 from vllm_overlay.errors import OverlayError
-from vllm_overlay.store import JoinedStore, Store, is_store
+from vllm_overlay.store import JoinedStore, Store, find_stores
 from vllm_overlay.store.retire import Retirer
 
 POLL_S = 0.5
 RECORDS_AT_ONCE = 256
-FOLLOWED = "followed"  # in the place of a digest of the data, of which there is no end
+FOLLOWED = "followed, made at "  # what a digest begins with that is none of the data, for they have no end
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Follower:
     ) -> None:
         """Waits for the store, and for its first records unless the run `resumes`.
 
-        Raises OverlayError: several replicas' stores in one folder, one that rows cannot be removed from, a layer id
-        that it does not have, or an end before there was enough.
+        Raises OverlayError: several replicas' stores in one folder, one that rows cannot be removed from, fewer bytes
+        to keep than a batch takes, a layer id that it does not have, or an end before there was enough.
         """
         self._path, self._settings, self._following, self._stop, self._say = path, settings, following, stop, say
         self._last_arrival = time.monotonic()
@@ -68,14 +68,14 @@ class Follower:
         self._passed_over = 0
         self.held_out: list[Entry] = []
         say(f"following {path}: each record once, and none held out, for none has been seen when its loss is taken")
-        self._wait_for(lambda: path.exists() and is_store(path), "there was no store")
+        self._wait_for(lambda: bool(find_stores(path)), "there is no store")
         self.corpus = open_stores([path], settings.features)
         try:
             if isinstance(self._store, JoinedStore):
                 raise OverlayError(f"{path}: holds several replicas' stores; follow one of them")
-            self._retirer = None if following.keep_bytes is None else Retirer(path)
+            self._retirer = None if following.keep_bytes is None else self._make_retirer(following.keep_bytes)
             if not resumes:
-                self._wait_for(self._read_first, f"there were not {following.first_tokens} tokens (--first-tokens)")
+                self._wait_for(self._read_first, f"there are not {following.first_tokens} tokens (--first-tokens)")
         except BaseException:
             self.corpus.close()
             raise
@@ -83,16 +83,29 @@ class Follower:
 
     @property
     def digest(self) -> str:
-        return FOLLOWED
+        """Says which store it is: from another one, rows would be removed that were not learnt from."""
+        return f"{FOLLOWED}{self._store.index.execute('SELECT created FROM meta')[0][0]}"
 
     @property
     def _store(self) -> Store:
         return self.corpus.stores[0]
 
-    def _wait_for(self, comes: Callable[[], bool], what_if_not: str) -> None:
+    def _make_retirer(self, keep_bytes: int) -> Retirer:
+        least = self._settings.batch_tokens * self._store.meta.row_bytes
+        if keep_bytes < least:
+            raise OverlayError(
+                f"--keep-bytes {keep_bytes}: a batch takes {least} bytes ({self._settings.batch_tokens} tokens of "
+                f"{self._store.meta.row_bytes}); keep several times what the engine's KV cache holds in rows"
+            )
+        return Retirer(self._path)
+
+    def _wait_for(self, comes: Callable[[], bool], lacking: str) -> None:
+        if comes():
+            return
+        self._say(f"{self._path}: {lacking} yet; waiting")
         while not comes():
             if self._is_over():
-                raise OverlayError(f"{self._path}: nothing to learn from: {what_if_not} when the run was ended")
+                raise OverlayError(f"{self._path}: nothing to learn from: {lacking}, and the run was ended")
             self._stop.wait(POLL_S)
 
     def _is_over(self) -> bool:

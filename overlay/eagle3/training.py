@@ -20,7 +20,7 @@ from vllm_overlay.eagle3.data import Corpus, Entry
 from vllm_overlay.eagle3.draft import Draft
 from vllm_overlay.eagle3.epochs import Epochs, Source
 from vllm_overlay.eagle3.flex import SMALLEST_HEAD
-from vllm_overlay.eagle3.follow import Follower, Following, stopping_at_signals
+from vllm_overlay.eagle3.follow import FOLLOWED, Follower, Following, stopping_at_signals
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import Ranks, alone
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder, require_free
@@ -322,6 +322,12 @@ def _version(distribution: str) -> str:
 def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
     found = folder.config
     wanted = json.loads(json.dumps(facts))
+    was_followed, is_followed = (each["data"]["digest"].startswith(FOLLOWED) for each in (found, wanted))
+    if was_followed != is_followed:
+        raise OverlayError(
+            f"{folder.path}: was made {'with' if was_followed else 'without'} --follow; resume it so, or start another "
+            "run"
+        )
     for section in ("settings", "data"):
         _require_same_release(folder, found[section].keys(), wanted[section].keys())
         for name, value in wanted[section].items():

@@ -127,11 +127,11 @@ class Retirer:
 
     def _list_oldest(self, done: int) -> list[Key]:
         """Those that may go, by the last record that has rows in them. One that no record has rows in may hold those of
-        requests that run: it stays as long as the one before it."""
+        requests that run: it stays as long as the one before it, and the first one as long as record 1."""
         open_logs = {log for (log,) in self._index.execute("SELECT id FROM logs WHERE closed IS NULL")}
         ages: list[tuple[int, Key]] = []
         for log, shards in self._shards.items():
-            before = 0
+            before = 1
             for shard in shards[:-1] if log in open_logs else shards:
                 key = log, shard.number
                 before = max(self._users[key], default=before)

@@ -20,11 +20,12 @@ from transformers import LlamaForCausalLM
 from tests.eagle3.conftest import HIDDEN, LAYER_IDS, LAYERS, VOCABULARY, forward, greedy
 from tests.eagle3.test_training import same_run
 from vllm_overlay.cli import main
-from vllm_overlay.eagle3.follow import Follower, Following, stopping_at_signals
+from vllm_overlay.eagle3.follow import FOLLOWED, Follower, Following, stopping_at_signals
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.run_folder import Progress, RunFolder
 from vllm_overlay.eagle3.settings import Settings, learning_rate
-from vllm_overlay.eagle3.training import follow
+from vllm_overlay.eagle3.training import follow, train
+from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import PendingRecord, Store, StoreMeta, StoreWriter
 
 SETTINGS = Settings(
@@ -105,7 +106,7 @@ def test_each_record_once_in_the_order_of_arrival(live: LiveStore, model_folder:
     assert any(line.startswith("self-test") for line in said)
     folder = RunFolder.open(tmp_path / "run")
     assert folder.pointer("last") == folder.pointer("best") == 6
-    assert folder.config["data"]["digest"] == "followed"
+    assert folder.config["data"]["digest"].startswith(FOLLOWED)
 
 
 def write_at_its_pace(live: LiveStore, run: Path, records: int, most_shards: list[int]) -> None:
@@ -209,7 +210,7 @@ def test_a_second_signal_does_what_it_did_before() -> None:
     [
         (["--keep-bytes", "1G"], "--keep-bytes goes with --follow"),
         (["--idle-seconds", "1"], "--idle-seconds goes with --follow"),
-        (["--follow", "--idle-seconds", "0"], "nothing to learn from: there was no store when the run was ended"),
+        (["--follow", "--idle-seconds", "0"], "nothing to learn from: there is no store, and the run was ended"),
         (["other", "--follow"], "--follow: one store, not 2"),
         (["--follow"], "is in a remote folder"),
     ],
@@ -221,6 +222,48 @@ def test_what_cannot_be_followed_is_refused(
     store = "memory://s" if said == "is in a remote folder" else str(tmp_path / "s")
     assert main(["train", store, *options, "--model", str(model_folder), "-o", str(run)]) == 1
     assert said in capsys.readouterr().err and not run.exists()
+
+
+@pytest.mark.parametrize("text", ["nan", "-1"])
+def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "s", "--follow", "--idle-seconds", text, "--model", "m", "-o", "run"])
+    assert f"{text} is no number of seconds, 0 or more" in capsys.readouterr().err
+
+
+def test_fewer_bytes_than_a_batch_takes_are_refused(live: LiveStore, model_folder: Path, tmp_path: Path) -> None:
+    """As where the G of 64G was forgotten: all records would be passed over."""
+    live.add(30)
+    arguments = live.path, model_folder, tmp_path / "run", SETTINGS
+    with pytest.raises(OverlayError, match=f"--keep-bytes 64: a batch takes {64 * ROW_BYTES} bytes"):
+        follow(*arguments, Following(100, keep_bytes=64, idle_seconds=0.0), ranks=alone("cpu"))
+    assert live.count_shards() == 12 and not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_on_its_own_store_and_as_it_was_made(
+    live: LiveStore, reference: LlamaForCausalLM, model_folder: Path, tmp_path: Path
+) -> None:
+    """Rows of another store would be removed that nobody has learnt from."""
+    live.add(12)
+    other, run, following = LiveStore(tmp_path / "other", reference), tmp_path / "run", Following(100, idle_seconds=0.0)
+    other.add(30)
+    follow(live.path, model_folder, run, SETTINGS, following, ranks=alone("cpu"))
+    bounded = replace(following, keep_bytes=2 * SHARD)
+    with pytest.raises(OverlayError, match=f"was made with data digest = {FOLLOWED}.*, not {FOLLOWED}"):
+        follow(other.path, model_folder, run, SETTINGS, bounded, ranks=alone("cpu"), resume=True)
+    assert other.count_shards() == 12
+    other.writer.close()
+    with pytest.raises(OverlayError, match="was made with --follow; resume it so"):
+        train([live.path], model_folder, run, SETTINGS, ranks=alone("cpu"), resume=True)
+
+
+def test_a_folder_of_replicas_is_refused(live: LiveStore, model_folder: Path, tmp_path: Path) -> None:
+    """It was taken for one that has no store yet, and waited for."""
+    (tmp_path / "all").mkdir()
+    live.path.rename(tmp_path / "all" / "replica-0")
+    with pytest.raises(OverlayError, match="holds several replicas' stores; follow one of them"):
+        follow(tmp_path / "all", model_folder, tmp_path / "run", SETTINGS, Following(100, idle_seconds=0.0))
+    (tmp_path / "all" / "replica-0").rename(live.path)
 
 
 def test_the_learning_rate_of_a_run_without_an_end() -> None:

@@ -70,6 +70,18 @@ def test_only_what_the_caller_is_done_with_goes(tmp_path: Path, writer: StoreWri
     assert shards(tmp_path / "s") == []
 
 
+def test_rows_in_no_record_yet_stay_while_nothing_is_done_with(
+    tmp_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    """The first request may run still when the second one's record is there."""
+    with StoreWriter.open(tmp_path / "s", meta, rows_per_shard=ROWS) as writer:
+        writer.append(make_rows(25))
+        writer.commit([make_record("second", range(20, 25))])
+        retirer = Retirer(tmp_path / "s")
+        assert retirer.retire(0, keep_bytes=0).files == 0
+        assert retirer.retire(1, keep_bytes=0).files == 2
+
+
 def test_a_prefix_in_use_stays_and_one_that_is_gone_is_missing(
     tmp_path: Path, writer: StoreWriter, make_rows: MakeRows, make_record: MakeRecord
 ) -> None:
