@@ -322,6 +322,8 @@ def _version(distribution: str) -> str:
 def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
     found = folder.config
     wanted = json.loads(json.dumps(facts))
+    for section in ("settings", "data"):
+        _require_same_release(folder, found[section].keys(), wanted[section].keys())
     was_followed, is_followed = (each["data"]["digest"].startswith(FOLLOWED) for each in (found, wanted))
     if was_followed != is_followed:
         raise OverlayError(
@@ -329,7 +331,6 @@ def _require_same_run(folder: RunFolder, facts: dict[str, Any]) -> None:
             "run"
         )
     for section in ("settings", "data"):
-        _require_same_release(folder, found[section].keys(), wanted[section].keys())
         for name, value in wanted[section].items():
             if found[section][name] != value:
                 raise OverlayError(
