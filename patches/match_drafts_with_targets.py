@@ -37,13 +37,25 @@ def _match(config: Any) -> None:
     facts = getattr(config.draft_model_config.hf_config, "vllm_overlay", None)
     if facts is None:
         return
-    trained, served = read_trained_on(facts), _describe_served(config)
-    misfit = find_misfit(trained, served)
-    if misfit is None:
-        remark = describe_other_weights(trained, served)
-        if remark:
-            logger.warning("draft %s: %s", config.model, remark)
+    try:
+        trained = read_trained_on(facts)
+    except DraftMismatchError as error:
+        _refuse(config, str(error))
         return
+    served = _describe_served(config)
+    misfit = find_misfit(trained, served)
+    if misfit:
+        _refuse(config, misfit)
+        return
+    remark = describe_other_weights(trained, served)
+    if remark:
+        logger.warning("draft %s: %s", config.model, remark)
+
+
+def _refuse(config: Any, misfit: str) -> None:
+    """Raises DraftMismatchError, or warns where the policy says so."""
+    from vllm_overlay.eagle3.match import DraftMismatchError
+
     if current_settings().policy == "strict":
         raise DraftMismatchError(f"draft {config.model}: {misfit}; VLLM_OVERLAY_POLICY=warn serves it all the same")
     logger.warning("draft %s: %s", config.model, misfit)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.eagle3.target import sample_embeddings
+from vllm_overlay.eagle3.target import NUM_SAMPLES, sample_embeddings
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
 
@@ -61,14 +61,23 @@ class Served:
 
 
 def read_trained_on(facts: Mapping[str, Any]) -> TrainedOn:
-    """From `vllm_overlay` in an exported config.json."""
-    return TrainedOn(
-        target=facts["target"],
-        fingerprint=facts["target_fingerprint"],
-        layer_ids=tuple(facts["layer_ids"]),
-        sizes=Sizes(facts["target_layers"], facts.get("target_hidden_size"), facts.get("target_vocab_size")),
-        embedding_sample=tuple(facts.get("target_embedding_sample", ())),
-    )
+    """From `vllm_overlay` in an exported config.json. Raises DraftMismatchError: it is not as `export` writes it."""
+    try:
+        trained = TrainedOn(
+            target=str(facts["target"]),
+            fingerprint=str(facts["target_fingerprint"]),
+            layer_ids=tuple(map(int, facts["layer_ids"])),
+            sizes=Sizes(facts["target_layers"], facts.get("target_hidden_size"), facts.get("target_vocab_size")),
+            embedding_sample=tuple(map(float, facts.get("target_embedding_sample", ()))),
+        )
+        if len(trained.embedding_sample) not in (0, NUM_SAMPLES):
+            raise ValueError(f"{len(trained.embedding_sample)} values of target_embedding_sample")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DraftMismatchError(
+            f"vllm_overlay in its config.json was changed and cannot be read ({type(error).__name__}: {error}); export "
+            "it again"
+        ) from error
+    return trained
 
 
 def find_misfit(trained: TrainedOn, served: Served) -> str | None:

@@ -13,7 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_overlay.eagle3.match import Served, Sizes, TrainedOn, describe_other_weights, find_misfit, read_trained_on
+from vllm_overlay.eagle3.match import (
+    DraftMismatchError,
+    Served,
+    Sizes,
+    TrainedOn,
+    describe_other_weights,
+    find_misfit,
+    read_trained_on,
+)
 from vllm_overlay.eagle3.target import NUM_SAMPLES, load_target, sample_embeddings
 from vllm_overlay.fingerprint import fingerprint_model
 
@@ -153,3 +161,20 @@ def test_an_older_export_is_compared_as_far_as_it_says(model_folder: Path) -> No
     assert find_misfit(trained, serve(model_folder)) is None
     assert describe_other_weights(trained, serve(model_folder)) is not None
     assert find_misfit(trained, serve(model_folder, sizes=replace(SIZES, num_hidden_layers=8))) is not None
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, "KeyError: 'target'"),
+        ({"target_fingerprint": None, "layer_ids": None}, "TypeError: 'NoneType' object is not iterable"),
+        ({"layer_ids": ["two"]}, "ValueError: invalid literal for int"),
+        ({"target_embedding_sample": [0.5]}, "ValueError: 1 values of target_embedding_sample"),
+        ("text", "TypeError: string indices must be integers"),
+    ],
+    ids=["nothing", "no layers", "layers by name", "a short sample", "no object"],
+)
+def test_facts_that_were_damaged_are_refused(facts: Any, said: str) -> None:
+    plain = {"target": "hub/tiny", "target_fingerprint": "01", "target_layers": 6, "layer_ids": [2, 3, 5]}
+    with pytest.raises(DraftMismatchError, match=f"cannot be read \\({said}.*export it again"):
+        read_trained_on({**plain, **facts} if facts and facts != "text" else facts)

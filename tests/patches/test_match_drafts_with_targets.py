@@ -130,6 +130,13 @@ def test_another_target_is_refused_and_served_under_warn(
     assert "trained on another target than" in caplog.text
 
 
+def test_damaged_facts_are_refused_by_the_drafts_name(configure: Configure, target: Path, tmp_path: Path) -> None:
+    config = describe_draft(target, DEFAULT)
+    del config["vllm_overlay"]["target"]
+    with pytest.raises(DraftMismatchError, match=f"draft {tmp_path / 'draft'}: vllm_overlay in its config.json was"):
+        configure(config)
+
+
 def test_a_draft_of_others_is_left_alone(configure: Configure, target: Path) -> None:
     config = describe_draft(target, [1, 4, 6])
     del config["vllm_overlay"]
