@@ -1,12 +1,12 @@
-"""Training tokens/s, peak memory and losses of ours and of speculators, on the same batches of the same store.
+"""Training tokens/s, peak memory and losses of ours, speculators and SpecForge, on the same batches of one store.
 
     python tools/compare_training.py --model FOLDER --store STORE --batch-tokens 16384 --steps 30 \\
         --sides ours,ours-flex,ours-compiled,speculators --output FILE.json
 
 STORE is one that `vllm-overlay capture` made, with the features 2, N//2, N-3 and the last state of the target in
-FOLDER. `speculators` needs speculators 0.9.0 in the Python that runs this, and a second copy of the states on the disk
-of --work. Each side is a process of its own (tools/training_sides.py); of one that fails, the last lines go into the
-JSON in place of its figures, and the others run.
+FOLDER. `speculators` and `specforge` need speculators 0.9.0 and SpecForge 0.2.0 in the Python that runs this, the first
+also a second copy of the states on the disk of --work. Each side is a process of its own (tools/training_sides.py); of
+one that fails, the last lines go into the JSON in place of its figures, and the others run.
 
 What is the same: the batches and their order, the draft's first weights, layer and vocabulary, three steps of
 test-time training of weight 1, forward KL against the frozen head, the mean over the scored tokens of a step, AdamW
@@ -48,6 +48,10 @@ DIFFERENCES = (
     "speculators' own default draft has norm_before_residual, norm_before_fc and norm_output; here both train the form "
     "that every vLLM release reads",
     "ours uses the fused AdamW of torch, speculators the one that torch chooses",
+    "specforge: its collation, model, loss and optimiser are called in a loop of ours, because its command starts "
+    "SGLang; a batch is padded to its longest record, its weights are bfloat16 with float32 copies",
+    "specforge's loss is another: soft cross-entropy, mean over all rows, without rows whose first choice is not in "
+    "the draft's vocabulary; its mask is that of the row, not of the token that the row predicts",
     "ours trains the head by default; here it is frozen on both sides, as speculators always has it",
 )
 
@@ -83,14 +87,15 @@ def last_lines(log: str, count: int = ERROR_LINES) -> str:
 def describe(figures: dict[str, dict[str, Any]]) -> list[str]:
     """The table: a line a side, its loss after the tokens that all sides have seen."""
     done = [side for side, result in figures.items() if "tokens_per_second" in result]
-    seen = min((len(figures[side]["losses"]) for side in done), default=0)
+    seen = min((len(losses) for side in done if (losses := figures[side]["losses"])), default=0)
     lines = [f"{'':16}{'tokens/s':>10}{'peak GiB':>10}{'loss':>10}  after {seen} steps"]
     for side, result in figures.items():
         if side not in done:
             lines.append(f"{side:16}failed: {result['error'].splitlines()[-1][:120]}")
             continue
         peak = "-" if result["peak_memory_bytes"] is None else f"{result['peak_memory_bytes'] / 1024 / MIB:.2f}"
-        lines.append(f"{side:16}{result['tokens_per_second']:10.0f}{peak:>10}{result['losses'][seen - 1]:10.4f}")
+        loss = f"{result['losses'][seen - 1]:.4f}" if result["losses"] else "another"
+        lines.append(f"{side:16}{result['tokens_per_second']:10.0f}{peak:>10}{loss:>10}")
     theirs = [side for side in done if not side.startswith("ours")]
     for side in [side for side in done if side.startswith("ours")]:
         for other in theirs:

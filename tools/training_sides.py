@@ -1,7 +1,8 @@
 """The sides of tools/compare_training.py, which runs `python tools/training_sides.py SIDE WORK RESULT SECONDS`.
 
 Ours is `Trainer` without checkpoints. speculators is the command `speculators train`, whose trainer is told which
-batches to take and is timed; its code is as installed.
+batches to take and is timed; its code is as installed. SpecForge's command starts SGLang, so that its parts are called
+here: its collation, model, loss and optimiser.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.ranks import alone
 from vllm_overlay.eagle3.settings import Settings
 from vllm_overlay.eagle3.speculators_format import convert_to_speculators
-from vllm_overlay.eagle3.target import Target, load_target
+from vllm_overlay.eagle3.target import Target, load_target, rms_norm, widen
 from vllm_overlay.eagle3.trainer import Trainer, load_ahead, num_tokens
 from vllm_overlay.eagle3.training import choose_attention
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
@@ -41,7 +42,7 @@ TTT_STEPS = 3
 BETAS = (0.9, 0.999)  # of speculators' AdamW, which has no option for them
 NEVER = 10**9  # steps between speculators' log lines, at each of which it waits for the GPU
 OURS = {"ours": ("mask", False), "ours-flex": ("flex", False), "ours-compiled": ("flex", True)}
-KNOWN_SIDES = (*OURS, "speculators")
+KNOWN_SIDES = (*OURS, "speculators", "specforge")
 DATA, DRAFT = "speculators_data", "draft"  # folders in the work folder
 
 
@@ -158,7 +159,20 @@ def make_draft(corpus: Corpus, target: Target, vocabulary: DraftVocabulary) -> D
 
 def write_draft(folder: Path, draft: Draft, target: Target, vocabulary: DraftVocabulary, work: Work) -> None:
     """The first draft as speculators loads it (--from-pretrained), in float32 as it would make its own."""
-    facts = {
+    facts = describe_draft(draft, target, work)
+    # Without embeddings speculators 0.9.0 trains on memory that nobody has written (it looks for NaN, which it is not).
+    tensors = {**draft.state_dict(), "embed_tokens.weight": target.embed_tokens}
+    if not vocabulary.is_full:
+        tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+    config, tensors = convert_to_speculators(vllm_config(facts, "float32", step=0), tensors, facts)
+    folder.mkdir()
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def describe_draft(draft: Draft, target: Target, work: Work) -> dict[str, Any]:
+    """What an export wants to know of a run."""
+    return {
         "draft": asdict(draft.config),
         "target": {
             "name": work.model,
@@ -170,14 +184,6 @@ def write_draft(folder: Path, draft: Draft, target: Target, vocabulary: DraftVoc
         "data": {"model_fingerprint": ""},
         "made_with": {},
     }
-    # Without them speculators 0.9.0 trains on memory that nobody has written (it looks for NaN, which it is not).
-    tensors = {**draft.state_dict(), "embed_tokens.weight": target.embed_tokens}
-    if not vocabulary.is_full:
-        tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
-    config, tensors = convert_to_speculators(vllm_config(facts, "float32", step=0), tensors, facts)
-    folder.mkdir()
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_data(corpus: Corpus, vocabulary: DraftVocabulary, folder: Path) -> None:
@@ -297,6 +303,83 @@ def train_speculators(
     }
 
 
+def train_specforge(
+    work: Work, batches: Sequence[Sequence[int]], folder: Path, side: str, limit: float
+) -> dict[str, Any]:
+    """On a CPU its attention is sdpa, and its loss, a Triton kernel, needs TRITON_INTERPRET=1."""
+    from specforge.algorithms.eagle3.data import build_offline_collator, normalize_offline_sample
+    from specforge.algorithms.eagle3.model import OnlineEagle3Model
+    from specforge.modeling.draft import LlamaForCausalLMEagle3
+    from specforge.modeling.target.target_head import TargetHead
+    from specforge.optimizer import BF16Optimizer
+    from specforge.runtime.contracts import TrainBatch
+    from specforge.training.strategies.base import Eagle3TrainStrategy
+    from transformers import LlamaConfig
+
+    device, corpus, target = alone().device, open_corpus([work.store]), load_target(work.model)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    attention = "flex_attention" if device.type == "cuda" else "sdpa"
+    vocabulary = find_vocabulary(corpus, target, work)
+    draft = make_draft(corpus, target, vocabulary)
+    config = LlamaConfig.from_dict(vllm_config(describe_draft(draft, target, work), "float32", step=0))
+    theirs = LlamaForCausalLMEagle3(config, attention_backend=attention)
+    maps = {"t2d": vocabulary.t2d, "d2t": vocabulary.d2t, "embed_tokens.weight": target.embed_tokens}
+    theirs.load_state_dict({**draft.state_dict(), **maps})
+    theirs.to(device, dtype)
+    theirs.embed_tokens.requires_grad_(False)
+    theirs.lm_head.requires_grad_(False)
+    head = TargetHead(work.model)
+    head.fc.weight = torch.nn.Parameter(target.lm_head.to(device, dtype), requires_grad=False)
+    model = OnlineEagle3Model(theirs, length=TTT_STEPS, attention_backend=attention)
+    strategy = Eagle3TrainStrategy(model, target_head=head, ploss_decay=1.0)
+    optimizer = BF16Optimizer(
+        theirs, work.learning_rate, max_grad_norm=1.0, total_steps=work.steps + 1, warmup_ratio=0.0,
+        lr_scheduler="constant",
+    )  # fmt: skip
+    entries = {entry.index: entry for entry in corpus.entries}
+    collate, norm = build_offline_collator(), target.final_norm.to(device, torch.float32)
+
+    def read(entry: Entry) -> Any:
+        """As its files hold a record: the last state after the final norm."""
+        document = corpus.document(entry)
+        final = widen(document.final_states.to(device))
+        return normalize_offline_sample(
+            {
+                "aux_hidden_state": document.features.flatten(1)[None].to(device, dtype),
+                "hidden_state": rms_norm(final, norm, target.config.rms_norm_eps).to(dtype)[None],
+                "input_ids": entry.token_ids.to(device),
+                "loss_mask": entry.loss_mask.long().to(device),
+            },
+            max_len=work.batch_tokens,
+        )
+
+    def load(numbers: Sequence[int]) -> Any:
+        tensors = collate([read(entries[number]) for number in numbers])
+        return TrainBatch([], "eagle3", tensors, {"target_repr": "hidden_state"})
+
+    clock, seen = StepClock(device, work.warm_up, limit), []
+    loaded = load_ahead(batches, load, device)
+    try:
+        clock.tick()
+        for _, batch in loaded:
+            output = strategy.forward_loss(batch)
+            output.loss.backward()
+            optimizer.step()
+            seen.append(output.metrics["plosses"])
+            clock.tick()
+    except Enough:
+        pass
+    finally:
+        loaded.close()
+    return {
+        **clock.figures(),
+        "tokens": [sum(entries[number].num_tokens for number in batch) for batch in batches[: len(seen)]],
+        "losses": None,
+        "losses_of_its_own_kind": [[round(float(value), 5) for value in step] for step in seen],
+        "settings": {"attention": attention, "dtype": str(dtype), "version": version("specforge")},
+    }
+
+
 def version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
@@ -308,7 +391,7 @@ def main() -> int:
     side, folder, result, limit = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
     content = json.loads((folder / "work.json").read_text())
     os.environ["HF_HUB_OFFLINE"] = "1"
-    train = train_ours if side in OURS else train_speculators
+    train = {"speculators": train_speculators, "specforge": train_specforge}.get(side, train_ours)
     try:
         figures = train(Work(**content["work"]), content["batches"], folder, side, limit)
     except OverlayError as error:

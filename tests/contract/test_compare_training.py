@@ -51,13 +51,16 @@ def test_losses_are_compared_after_the_steps_that_all_sides_did(compare_training
         "ours": result(30.0, [3.0, 2.0, 1.0], tokens_per_second=30.0) | {"peak_memory_bytes": 3 << 30},
         "ours-flex": {"error": "exit status 1\nno GPU"},
         "speculators": result(20.0, [3.5, 2.5], tokens_per_second=20.0),
+        "specforge": result(10.0, [0.0], tokens_per_second=10.0) | {"losses": None},
     }
     assert compare_training.describe(figures) == [
         "                  tokens/s  peak GiB      loss  after 2 steps",
         "ours                    30      3.00    2.0000",
         "ours-flex       failed: no GPU",
         "speculators             20         -    2.5000",
+        "specforge               10         -   another",
         "ours is 1.50 x speculators",
+        "ours is 3.00 x specforge",
     ]
 
 
