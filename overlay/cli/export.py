@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 
+from vllm_overlay.cli.output import local_folder
+
 HELP = "write a trained draft as a checkpoint that vLLM serves"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="folder made by `train`")
     parser.add_argument(
-        "-o", "--output", required=True, metavar="DIR", help="folder of the checkpoint; must not exist or be empty"
+        "-o",
+        "--output",
+        required=True,
+        metavar="DIR",
+        type=local_folder,
+        help="folder of the checkpoint; must not exist or be empty",
     )
     parser.add_argument(
         "--format",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_overlay.cli.output import local_folder
+
 if TYPE_CHECKING:
     from vllm_overlay.dataset import DatasetItem
     from vllm_overlay.dataset.conversations import Conversation
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'ShareGPT\'s {"conversations": [{"from", "value"}, ...]}',
     )
     parser.add_argument("--model", required=True, help="the target: a folder or a hub name")
-    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DATASET", help="the folder to write")
+    parser.add_argument("-o", "--output", required=True, type=local_folder, metavar="DATASET", help="the folder to write")
     parser.add_argument(
         "--regenerate",
         action="store_true",

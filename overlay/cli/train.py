@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from vllm_overlay.cli.output import local_folder
 from vllm_overlay.errors import OverlayError
 
 HELP = "train an EAGLE-3 draft from one or more stores"
@@ -58,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stores", nargs="+", metavar="STORE", help="store folders of one model, made by `capture`")
     parser.add_argument("--model", required=True, help="local checkpoint folder of the target")
     parser.add_argument(
-        "-o", "--output", required=True, metavar="RUN", help="folder of the run; new or empty unless --resume"
+        "-o",
+        "--output",
+        required=True,
+        metavar="RUN",
+        type=local_folder,
+        help="folder of the run; new or empty unless --resume",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue RUN from its last checkpoint, with the same settings"

@@ -239,6 +239,9 @@ def test_it_is_trained_on(tmp_path: Path, make_meta: MakeMeta, make_rows: MakeRo
         ["copy", "{store}", "-o", URL],
         ["convert", "{store}", "-o", URL, "--to", "vllm"],
         ["capture", "{store}", "--model", "m", "-o", URL],
+        ["train", "{store}", "--model", "m", "-o", URL],
+        ["export", "run", "-o", URL],
+        ["prepare", "chats", "--model", "m", "-o", URL],
     ],
 )
 def test_nothing_is_written_to_a_url(
