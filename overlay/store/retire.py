@@ -187,12 +187,15 @@ class Retirer:
 
     def _remove_unnamed(self) -> None:
         """Files that a crash left after the index had forgotten them. A writer makes a shard before it is in the index,
-        but never one before the last that is there."""
-        for log, last in self._index.execute("SELECT log, max(number) FROM shards GROUP BY log"):
-            named = {shard.number for shard in self._index.read_shards(log)}
-            for number in range(last):
-                if number not in named:
-                    self._unlink(self._folder / name_shard(log, number))
+        but never one before the last that is there; of a log that is closed, nobody makes one."""
+        for log, closed in self._index.execute("SELECT id, closed IS NOT NULL FROM logs"):
+            shards = self._index.read_shards(log)
+            files = {name_shard(log, number) for number in range(shards[-1].number if shards else 0)}
+            if closed:
+                found = (self._folder / SHARDS_FOLDER).glob(f"{log:04d}-*.safetensors")
+                files = {f"{SHARDS_FOLDER}/{path.name}" for path in found}
+            for file in files - {shard.file for shard in shards}:
+                self._unlink(self._folder / file)
 
     def close(self) -> None:
         self._index.close()

@@ -101,10 +101,20 @@ def test_a_prefix_in_use_stays_and_one_that_is_gone_is_missing(
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("live", "complete", "left"), [(True, [6], ["0001-00003"]), (False, [], [])], ids=["live", "closed"]
+)
 def test_a_crash_before_the_files_are_removed(
-    tmp_path: Path, writer: StoreWriter, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    writer: StoreWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    live: bool,
+    complete: list[int],
+    left: list[str],
 ) -> None:
     folder = tmp_path / "s"
+    if not live:
+        writer.close()
 
     def die(self: Path, missing_ok: bool = False) -> None:
         raise OSError("killed")
@@ -115,9 +125,9 @@ def test_a_crash_before_the_files_are_removed(
             Retirer(folder).retire(7, keep_bytes=0)
     assert len(shards(folder)) == 4
     with Store.open(folder) as store:
-        assert list(store.verify()) == [] and store.complete_numbers() == [6]
+        assert list(store.verify()) == [] and store.complete_numbers() == complete
     Retirer(folder)
-    assert shards(folder) == ["0001-00003"]
+    assert shards(folder) == left
     writer.close()
 
 
