@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'ShareGPT\'s {"conversations": [{"from", "value"}, ...]}',
     )
     parser.add_argument("--model", required=True, help="the target: a folder or a hub name")
-    parser.add_argument("-o", "--output", required=True, type=local_folder, metavar="DATASET", help="the folder to write")
+    parser.add_argument(
+        "-o", "--output", required=True, type=local_folder, metavar="DATASET", help="the folder to write"
+    )
     parser.add_argument(
         "--regenerate",
         action="store_true",
