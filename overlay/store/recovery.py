@@ -78,8 +78,11 @@ def _recover_log(folder: Path, index: Index, dead: DeadLog) -> None:
     end = int(kept[-1].sum()) if len(kept) else 0
     # After a power cut the count may be older than the records.
     written = max(lock.read_count(), end)
-    dropped = written - int(kept[:, 1].sum())
-    shards = _trim_shards(folder, index.read_log_meta(log), log, index.read_shards(log), end)
+    known = index.read_shards(log)
+    # All but the last are full, and the last is never retired.
+    retired = known[-1].first_row - sum(shard.rows for shard in known[:-1]) if known else 0
+    dropped = written - retired - int(kept[:, 1].sum())
+    shards = _trim_shards(folder, index.read_log_meta(log), log, known, end)
     with index.transaction():
         index.execute("DELETE FROM shards WHERE log = ?", (log,))
         index.write_shards(log, shards)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.store.conftest import MakeMeta, MakeRecord, MakeRows
-from vllm_overlay.store import IncompleteRecordError, Part, Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store import IncompleteRecordError, Part, Store, StoreError, StoreMeta, StoreWriter, summarize
 from vllm_overlay.store.retire import Retired, Retirer
 
 ROWS, ROW_BYTES = 10, 96  # rows of a shard
@@ -145,6 +145,7 @@ def test_a_writer_that_died_is_taken_over(
         write(writer, make_rows(5, seed=1), make_record)
     with Store.open(folder) as store:
         assert list(store.verify()) == [] and store.complete_numbers() == [6, 7]
+        assert summarize(store).rows_dropped == 0  # those that were retired are not
 
 
 def test_stores_that_cannot_be_retired_are_refused(tmp_path: Path, make_meta: MakeMeta) -> None:
