@@ -26,7 +26,7 @@ def describe_killed(rank: int, process_id: int, exit_status: int, others: Sequen
     """
     how = f"ended with exit status {exit_status}"
     if exit_status < 0:
-        how = f"was killed by {signal.Signals(-exit_status).name}"
+        how = f"was killed by {name_signal(-exit_status)}"
     if exit_status == -signal.SIGKILL:
         how += "; if nobody did, the system was out of memory, and its log says so"
     message = f"the worker {how}"
@@ -44,6 +44,12 @@ def describe_killed(rank: int, process_id: int, exit_status: int, others: Sequen
         traceback=f"It had no time for a traceback. {message[0].upper()}{message[1:]}.",
         time_ns=min([time.time_ns(), *(other.time_ns - 1 for other in others)]),
     )
+
+
+def name_signal(number: int) -> str:
+    """Real-time signals have no name but for the first and the last one."""
+    names = {one.value: one.name for one in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def build(original: Any) -> Any:

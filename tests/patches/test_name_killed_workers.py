@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from vllm_overlay.shared_folder import FOLDER_VARIABLE
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 ABORTED = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
+NAMELESS = "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)"
 WAITING = "import time; time.sleep(600)"
 
 
@@ -83,9 +85,13 @@ def test_the_killed_rank_is_named_and_those_that_live_are_not(shut_down: Any) ->
 
 
 def test_other_ends_are_told_without_a_guess(shut_down: Any) -> None:
-    shut_down(ABORTED, "raise SystemExit(3)", "")
+    shut_down(ABORTED, "raise SystemExit(3)", "", NAMELESS)
     told = {one.rank: one.message for one in failures.read_failures({os.getpid()})}
-    assert told == {0: "the worker was killed by SIGABRT", 1: "the worker ended with exit status 3"}
+    assert told == {
+        0: "the worker was killed by SIGABRT",
+        1: "the worker ended with exit status 3",
+        3: f"the worker was killed by signal {signal.SIGRTMIN + 3}",
+    }
 
 
 def test_it_comes_before_the_errors_of_the_others(shut_down: Any) -> None:
