@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.urls import is_url
 
 SWITCH = "VLLM_OVERLAY"
 PREFIX = "VLLM_OVERLAY_"
@@ -117,7 +118,7 @@ def _choose(environ: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> 
 
 
 def _local_folder(name: str, text: str) -> Path:
-    if "://" in text:
+    if is_url(text):
         raise SettingsError(f"{name}={text!r} is remote, and a store is written where the engine runs: name a folder")
     return Path(text).absolute()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_overlay.cli.output import local_folder
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.model_shape import LAYERS, find_config, find_text_config, read_config, read_size
+from vllm_overlay.urls import is_url
 
 if TYPE_CHECKING:
     from vllm_overlay.store import StoreMeta
@@ -91,7 +92,7 @@ def _make_store(args: argparse.Namespace) -> int:
     from vllm_overlay.store.record_files import find_record_files, read_loss_masks, read_record_file, write_store
 
     source = Path(args.source)
-    if "://" in args.source:
+    if is_url(args.source):
         raise OverlayError(
             f"{args.source} is remote: files are converted from a folder of this machine, copy them to one"
         )

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from vllm_overlay.urls import is_url
+
 
 def local_folder(text: str) -> Path:
     """The type of an argument that names a folder to write: to pathlib, a URL is one in the current folder."""
-    if "://" in text:
+    if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is remote, and read only: name a folder of this machine")
     return Path(text)
 

@@ -31,6 +31,7 @@ from vllm_overlay.eagle3.trainer import Trainer
 from vllm_overlay.eagle3.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.fingerprint import fingerprint_model
+from vllm_overlay.store.remote import find_path
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def follow(
     ranks = ranks or alone()
     if ranks.size > 1:
         raise OverlayError(f"--follow: by one process, not {ranks.size}: ranks would see other records at other times")
-    if "://" in str(store):
+    path = find_path(store)
+    if not isinstance(path, Path):
         raise OverlayError(
             f"--follow: {store} is in a remote folder; a store that is written is followed on its machine"
         )
@@ -100,7 +102,7 @@ def follow(
     target = load_target(model)
     settings = replace(settings, epochs=1, holdout=0.0)
     with stopping_at_signals(say) as stop:
-        source = Follower(Path(store), settings, following, resumes=resume, stop=stop, say=say)
+        source = Follower(path, settings, following, resumes=resume, stop=stop, say=say)
         try:
             return _run([store], target, folder, settings, source, ranks, self_test, resume, say)
         finally:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Of 16 cores: 8 write and hash 512 MiB in 58 ms, 12 in 41. An engine has other work for the rest.
+# Of a GPU host's 16 cores: tools/append_cost.py measures what 8 and 12 take. An engine has other work for the rest.
 MOST_LANES = 12
 
 Task = Callable[[], Any]

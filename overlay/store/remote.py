@@ -8,7 +8,6 @@ fsspec comes with torch; what speaks a protocol (s3fs, gcsfs) may have to be ins
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,7 @@ from vllm_overlay.store.index import INDEX_FILE, Index
 from vllm_overlay.store.log import SHARDS_FOLDER
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.shard import LENGTH_BYTES, find_data_start
-
-# s3://bucket/store, and fsspec's chains such as simplecache::s3://bucket/store.
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+from vllm_overlay.urls import is_url
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,6 @@ class RemotePath:
 
 # Where a store may be.
 StorePath = Path | RemotePath
-
-
-def is_url(text: str) -> bool:
-    return URL.match(text) is not None
 
 
 def find_path(folder: str | os.PathLike[str] | RemotePath) -> StorePath:

@@ -27,8 +27,8 @@ from vllm_overlay.store.parts import RECORD_COLUMNS, Part, insert_part
 from vllm_overlay.store.recovery import recover_logs
 from vllm_overlay.store.row_hashes import RowHashes
 
-# Several files take an append's pieces at the same time, one file takes them one after the other: an append of 512 MiB
-# into a tmpfs took 58 ms in files of 64 MiB and 92 to 124 in files of 128 (16 cores, 8 lanes).
+# Several files take an append's pieces at the same time, one file takes them one after the other. What files of 64 and
+# of 128 MiB took on a GPU's host is in tests/gpu/results/2026-11-30-h200.json; tools/append_cost.py measures it.
 DEFAULT_SHARD_BYTES = 64 << 20
 
 INSERT_RECORD = f"INSERT INTO records ({RECORD_COLUMNS}) VALUES ({', '.join('?' * 13)})"

@@ -224,6 +224,14 @@ def test_what_cannot_be_followed_is_refused(
     assert said in capsys.readouterr().err and not run.exists()
 
 
+def test_a_url_of_this_machines_files_is_one_of_its_folders(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--follow", "--idle-seconds", "0", "--model", str(model_folder), "-o", str(tmp_path / "run")]
+    assert main(["train", f"file://{tmp_path}/s", *words]) == 1
+    assert f"{tmp_path}/s: nothing to learn from: there is no store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["nan", "-1"])
 def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
