@@ -73,6 +73,15 @@ class Beginning:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """A captured request ended, for vLLM's `reason`; `rows` are those that its record is to have."""
+
+    key: str
+    rows: Rows
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepRows:
     """The rows of one step, on their way to the host."""
 
@@ -81,7 +90,7 @@ class StepRows:
 
 
 # None is the last one.
-Message = Beginning | StepRows | Callable[[], Any] | None
+Message = Beginning | Ending | StepRows | Callable[[], Any] | None
 
 
 @dataclass
@@ -106,6 +115,7 @@ class Recorder:
         self._error: BaseException | None = None
         self._requests: dict[str, RequestFacts] = {}
         self._tokens = RowTokens()
+        self._ended: list[Ending] = []
         self._ready: list[PendingRecord] = []
         self._committed_at = time.monotonic()
         self._after_commit: Callable[[], None] = _do_nothing
@@ -128,7 +138,7 @@ class Recorder:
 
     def finish(self, key: str, rows: Rows, reason: str) -> None:
         """A request ended; `rows` are the row numbers of the positions that its record is to have."""
-        self._post(lambda: self._finish(key, rows, reason))
+        self._post(Ending(key, rows, reason))
 
     def keep_tokens(self, chunks: Set[int]) -> None:
         """Requests that end from now on have no rows outside these chunks of CHUNK_ROWS (see row_tokens.py)."""
@@ -196,6 +206,8 @@ class Recorder:
         for message in posted:
             with self._keeping_error():
                 self._settle(message)
+        with self._keeping_error():
+            self._finish_ended()
         ends = None in posted
         if ends or time.monotonic() - self._committed_at > COMMIT_INTERVAL_S:
             with self._keeping_error():
@@ -211,6 +223,10 @@ class Recorder:
             self._error = self._error or error
 
     def _settle(self, message: Message) -> None:
+        if isinstance(message, Ending):
+            self._ended.append(message)
+            return
+        self._finish_ended()
         if isinstance(message, Beginning):
             self._requests[message.key] = message.facts
         elif message is not None and not isinstance(message, StepRows):
@@ -230,24 +246,34 @@ class Recorder:
         self.statistics.num_rows += len(host.rows)
         self.statistics.num_bytes += host.rows.nbytes
 
-    def _finish(self, key: str, rows: Rows, reason: str) -> None:
+    def _finish_ended(self) -> None:
+        """Make records of the requests that ended one after the other, at once: a batch ends with hundreds."""
+        ended, self._ended = self._ended, []
         if self._error is not None:
             return
-        facts = self._requests.pop(key, None)
-        if facts is None:
-            return  # posted twice around a signal
+        # One that is not known was posted twice, around a signal.
+        known = [(ending, self._requests.pop(ending.key)) for ending in ended if ending.key in self._requests]
+        if not known:
+            return
+        ends = np.cumsum([len(ending.rows) for ending, _ in known])
+        seen = np.split(self._tokens.find(np.concatenate([ending.rows for ending, _ in known])), ends[:-1])
+        for (ending, facts), tokens in zip(known, seen, strict=True):
+            self._finish(ending, facts, tokens)
+
+    def _finish(self, ending: Ending, facts: RequestFacts, seen: NDArray[np.int64]) -> None:
+        rows = ending.rows
         if not len(rows):
-            _say_why_empty(facts, reason)
+            _say_why_empty(facts, ending.reason)
             return
         complete = not bool((rows == MISSING).any())
         self._ready.append(
             PendingRecord(
                 request_id=facts.request_id,
-                token_ids=_join_tokens(facts, rows, self._tokens.find(rows)),
+                token_ids=_join_tokens(facts, rows, seen),
                 rows=rows,
                 num_prompt_tokens=min(max(0, len(facts.prompt) - facts.first_position), len(rows)),
                 complete=complete,
-                finish_reason=reason,
+                finish_reason=ending.reason,
                 tag=facts.tag,
                 loss_mask=_spread_mask(facts, len(rows)),
                 number=facts.number,

@@ -7,7 +7,7 @@ from collections.abc import Set
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_overlay.store.row_hashes import find_only_chunk
+from vllm_overlay.store.row_hashes import group_by_chunk
 
 CHUNK_ROWS = 65_536
 
@@ -30,13 +30,8 @@ class RowTokens:
 
     def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens of rows `[n]`, -1 where a row is missing (negative). Errors: KeyError if a chunk was dropped."""
-        only = find_only_chunk(rows, CHUNK_ROWS)
-        if only >= 0:
-            return self._chunks[only][rows - only * CHUNK_ROWS].astype(np.int64)
         tokens = np.full(len(rows), -1, dtype=np.int64)
-        chunk_of_row = rows // CHUNK_ROWS
-        for number in set(chunk_of_row.tolist()) - {-1}:
-            here = chunk_of_row == number
+        for number, here in group_by_chunk(rows, CHUNK_ROWS):
             tokens[here] = self._chunks[number][rows[here] % CHUNK_ROWS]
         return tokens
 

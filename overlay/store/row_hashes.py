@@ -38,15 +38,8 @@ class RowHashes:
 
     def find(self, rows: NDArray[np.int64], read: ReadRows) -> Hashes:
         """The hashes of these rows, uint64 `[rows]`; `read` gives rows from disk whose hashes are kept no more."""
-        only = find_only_chunk(rows, CHUNK_ROWS)
-        if only in self._chunks:
-            self._chunks.move_to_end(only)
-            found: Hashes = self._chunks[only][rows - only * CHUNK_ROWS]
-            return found
         hashes = np.empty(len(rows), dtype=np.uint64)
-        chunk_of_row = rows // CHUNK_ROWS
-        for number in set(chunk_of_row.tolist()):
-            here = chunk_of_row == number
+        for number, here in group_by_chunk(rows, CHUNK_ROWS):
             if number in self._chunks:
                 hashes[here] = self._chunks[number][rows[here] % CHUNK_ROWS]
                 self._chunks.move_to_end(number)
@@ -55,12 +48,16 @@ class RowHashes:
         return hashes
 
 
-def find_only_chunk(rows: NDArray[np.int64], size: int) -> int:
-    """The number of the chunk of `size` rows that all of these rows are in; -1 if there is none, or a row is missing.
+def group_by_chunk(rows: NDArray[np.int64], size: int) -> list[tuple[int, slice | NDArray[np.bool_]]]:
+    """The number of each chunk of `size` rows that some of these rows are in, and what selects those.
 
-    Most records of prompts are in one, and their rows are looked up at once, without a mask for each chunk.
+    A missing row (negative) is in none.
     """
     if not len(rows):
-        return -1
+        return []
     first, last = int(rows.min()) // size, int(rows.max()) // size
-    return first if first == last else -1
+    if first == last:
+        return [(first, slice(None))] if first >= 0 else []
+    chunk_of_row = rows // size
+    numbers = np.flatnonzero(np.bincount(chunk_of_row - first)) + first
+    return [(number, chunk_of_row == number) for number in numbers.tolist() if number >= 0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_overlay.store.checksum import checksum_hashes, split_hashing
+from vllm_overlay.store.checksum import Hashes, checksum_hashes, split_hashing
 from vllm_overlay.store.errors import StoreError, naming_path
-from vllm_overlay.store.extents import find_extents, pack_extents
+from vllm_overlay.store.extents import Extents, find_extents_of_each, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
 from vllm_overlay.store.lanes import Lanes
 from vllm_overlay.store.log import MOST_OPEN, LogLock, RowLog, lock_store, name_lock
@@ -159,13 +160,13 @@ class StoreWriter:
         with self._lock:
             self._check_open()
             for record in records:
-                self._check_record(record)
+                check_record(record)
+            packed = self._pack_all(records)
             self._sync()
-            values = [self._pack(record) for record in records]
             with self._index.transaction():
                 self._index.write_shards(self._log, self._rows.shards[self._shards_in_index :])
                 self._index.execute("UPDATE logs SET rows = ? WHERE id = ?", (self._rows.rows, self._log))
-                self._insert(records, values)
+                self._insert(records, packed)
             self._shards_in_index = len(self._rows.shards)
 
     def _insert(self, records: Sequence[PendingRecord], values: Sequence[tuple[object, ...]]) -> None:
@@ -229,29 +230,33 @@ class StoreWriter:
             self._lost = error
             raise
 
-    def _check_record(self, record: PendingRecord) -> None:
-        ids, rows, mask = record.token_ids, record.rows, record.loss_mask
-        name, tokens = f"record {record.request_id!r}", len(ids)
-        if ids.dtype != np.int64 or rows.dtype != np.int64:
-            raise StoreError(f"{name}: token ids and rows must be int64, not {ids.dtype} and {rows.dtype}")
-        if not tokens or ids.ndim != 1 or rows.shape != (tokens,):
-            raise StoreError(f"{name}: token ids {list(ids.shape)} and rows {list(rows.shape)} are not one row a token")
-        if mask is not None and (mask.shape != (tokens,) or mask.dtype != np.bool_):
-            raise StoreError(f"{name}: the loss mask must be bool [{tokens}], not {mask.dtype} {list(mask.shape)}")
-        if not 0 <= record.num_prompt_tokens <= tokens:
-            raise StoreError(f"{name}: {record.num_prompt_tokens} prompt tokens, of {tokens} tokens")
-        if record.first_position < 0:
-            raise StoreError(f"{name}: it begins at position {record.first_position}, and positions begin at 0")
-        if rows.min() < -1 or rows.max() >= self._rows.rows:
-            raise StoreError(f"{name}: rows {rows.min()}..{rows.max()}, and this log has {self._rows.rows}")
-        missing = int((rows < 0).sum())
+    def _pack_all(self, records: Sequence[PendingRecord]) -> list[tuple[object, ...]]:
+        """The values of each record. numpy is called once for all of them: a server may end hundreds at once."""
+        if not records:
+            return []
+        lengths = [len(record.rows) for record in records]
+        starts = [0, *accumulate(lengths[:-1])]
+        rows = np.concatenate([record.rows for record in records])
+        lowest, highest = np.minimum.reduceat(rows, starts), np.maximum.reduceat(rows, starts)
+        missing = np.add.reduceat(rows < 0, starts, dtype=np.int64)
+        for record, *facts in zip(records, lowest.tolist(), highest.tolist(), missing.tolist(), strict=True):
+            self._check_rows(record, *facts)
+        extents = find_extents_of_each(rows, starts)
+        hashes = np.split(
+            self._hashes.find(rows[rows >= 0], self._rows.read), np.cumsum(np.subtract(lengths, missing))[:-1]
+        )
+        return [self._pack(*each) for each in zip(records, extents, hashes, strict=True)]
+
+    def _check_rows(self, record: PendingRecord, lowest: int, highest: int, missing: int) -> None:
+        name = f"record {record.request_id!r}"
+        if lowest < -1 or highest >= self._rows.rows:
+            raise StoreError(f"{name}: rows {lowest}..{highest}, and this log has {self._rows.rows}")
         if record.complete != (missing == 0):
             said = "complete" if record.complete else "incomplete"
-            raise StoreError(f"{name}: said to be {said}, and {missing} of {tokens} rows are missing")
+            raise StoreError(f"{name}: said to be {said}, and {missing} of {len(record.rows)} rows are missing")
 
-    def _pack(self, record: PendingRecord) -> tuple[object, ...]:
+    def _pack(self, record: PendingRecord, extents: Extents, hashes: Hashes) -> tuple[object, ...]:
         """The values of the record's row in the index, in the order of RECORD_COLUMNS."""
-        extents = find_extents(record.rows)
         token_ids = record.token_ids.astype("<i8").tobytes()
         return (
             self._log,
@@ -262,12 +267,28 @@ class StoreWriter:
             int(record.complete),
             record.finish_reason,
             record.tag,
-            checksum_hashes(token_ids, self._hashes.find(record.rows[record.rows >= 0], self._rows.read)),
+            checksum_hashes(token_ids, hashes),
             time.time(),
             pack_extents(extents),
             None if record.loss_mask is None else record.loss_mask.tobytes(),
             token_ids,
         )
+
+
+def check_record(record: PendingRecord) -> None:
+    """Raises StoreError if what the record says of its tokens contradicts itself."""
+    ids, rows, mask = record.token_ids, record.rows, record.loss_mask
+    name, tokens = f"record {record.request_id!r}", len(ids)
+    if ids.dtype != np.int64 or rows.dtype != np.int64:
+        raise StoreError(f"{name}: token ids and rows must be int64, not {ids.dtype} and {rows.dtype}")
+    if not tokens or ids.ndim != 1 or rows.shape != (tokens,):
+        raise StoreError(f"{name}: token ids {list(ids.shape)} and rows {list(rows.shape)} are not one row a token")
+    if mask is not None and (mask.shape != (tokens,) or mask.dtype != np.bool_):
+        raise StoreError(f"{name}: the loss mask must be bool [{tokens}], not {mask.dtype} {list(mask.shape)}")
+    if not 0 <= record.num_prompt_tokens <= tokens:
+        raise StoreError(f"{name}: {record.num_prompt_tokens} prompt tokens, of {tokens} tokens")
+    if record.first_position < 0:
+        raise StoreError(f"{name}: it begins at position {record.first_position}, and positions begin at 0")
 
 
 def _start_log(folder: Path, index: Index, part: Part | None) -> tuple[int, LogLock]:
