@@ -7,10 +7,11 @@ Two engines, each in a process of its own, one with capture on and one without, 
 turns: off, on, on, off, and so on. A shared machine changes its speed by a third within minutes, which comparing one
 engine's rounds with another's five minutes later would measure; rounds that lie side by side see the same machine. Both
 engines of a pair get the same prompts, every pair fresh ones (the prefix cache finds nothing). The first pair warms up
-and is not counted. A round with capture ends when its records are in the store; what of it came after the last token
-is given as well. The figure is the median of the pairs' quotients. The stores are written below --store (default: a
-temporary folder) and removed. At the end, without vLLM, what the accounting of such a decode step takes on the host, in
-microseconds: tools/step_cost.py says of which parts.
+and is not counted. A round with capture ends when its records are in the store. The parts of a round are given as well:
+before the first output, each step after it, what was slower than the usual step, and what came after the last token.
+The figure is the median of the pairs' quotients. The stores are written below --store (default: a temporary folder) and
+removed. At the end, without vLLM, what the accounting of such a decode step takes on the host, in microseconds:
+tools/step_cost.py says of which parts.
 
 With --replicas each side is so many engines, each on a GPU of its own, which share out the requests and write one
 store.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -32,8 +34,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +70,33 @@ class Workload:
 
 @dataclass(frozen=True)
 class Round:
-    """One call of generate: its tokens, its seconds, and the seconds until what it captured was on disk."""
+    """One call of generate: its tokens, its seconds, and the seconds until what it captured was on disk.
+
+    `step_ends`: when the caller had each step's output, in seconds from the beginning.
+    """
 
     tokens: int
     seconds: float
     seconds_after: float
+    step_ends: tuple[float, ...]
 
     @property
     def speed(self) -> float:
         """Tokens/s, all of it counted in."""
         return self.tokens / (self.seconds + self.seconds_after)
+
+    def split(self) -> dict[str, float]:
+        """Milliseconds of its parts: they add up to the round, with each of the later steps at their median."""
+        gaps = [end - start for start, end in itertools.pairwise(self.step_ends)]
+        median = statistics.median(gaps) if gaps else 0.0
+        parts = {
+            "to_the_first_output": self.step_ends[0],
+            "a_step": median,
+            "steps_beyond_their_median": sum(gaps) - median * len(gaps),
+            "from_the_last_output_to_the_answer": self.seconds - self.step_ends[-1],
+            "after_the_last_token": self.seconds_after,
+        }
+        return {part: 1000 * seconds for part, seconds in parts.items()}
 
 
 class Side:
@@ -113,9 +132,11 @@ class Side:
             ]
         )
         times = self._read()
-        seconds = max(time["seconds"] for time in times)
+        slowest = max(times, key=lambda time: time["seconds"])
         ended = max(time["seconds"] + time["seconds_after"] for time in times)
-        return Round(workload.counted_tokens, seconds, ended - seconds)
+        return Round(
+            workload.counted_tokens, slowest["seconds"], ended - slowest["seconds"], tuple(slowest["step_ends"])
+        )
 
     def end(self) -> dict[str, Any]:
         """Shut the engines down; what the capture sessions counted, together."""
@@ -221,6 +242,10 @@ def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rou
     report: dict[str, Any] = {}
     for side in sides:
         report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side].speed for pair in counted), 1)
+        splits = [pair[side].split() for pair in counted]
+        report[f"milliseconds_{side}"] = {
+            part: round(statistics.median(split[part] for split in splits), 2) for part in splits[0]
+        } | {"steps": statistics.median(len(pair[side].step_ends) for pair in counted)}
     for side in [side for side in sides if side != "off"]:
         quotients = [pair[side].speed / pair["off"].speed for pair in counted]
         report[f"{side}_over_off"] = round(statistics.median(quotients), 4)
@@ -263,7 +288,7 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
     return 0
 
 
-def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) -> dict[str, float]:
+def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) -> dict[str, Any]:
     from vllm import SamplingParams
 
     generator = random.Random(seed)
@@ -273,13 +298,36 @@ def _time_round(llm: Any, workload: Workload, seed: int, end_round: EndRound) ->
         for _ in range(workload.requests)
     ]
     params = SamplingParams(max_tokens=workload.tokens_out, temperature=0.0, ignore_eos=True, detokenize=False)
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    answered = time.perf_counter()
+    with noting_steps(llm.llm_engine) as step_ends:
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answered = time.perf_counter()
     end_round(outputs)
     ended = time.perf_counter()
     remove_native_files(outputs)
-    return {"seconds": answered - started, "seconds_after": ended - answered}
+    return {
+        "seconds": answered - started,
+        "seconds_after": ended - answered,
+        "step_ends": [end - started for end in step_ends],
+    }
+
+
+@contextmanager
+def noting_steps(engine: Any) -> Iterator[list[float]]:
+    """When each step's output was there, until the end of the block; `generate` calls `step` for each."""
+    ends: list[float] = []
+    step = engine.step
+
+    def timed_step() -> Any:
+        outputs = step()
+        ends.append(time.perf_counter())
+        return outputs
+
+    engine.step = timed_step
+    try:
+        yield ends
+    finally:
+        del engine.step
 
 
 def extract_natively(args: argparse.Namespace, folder: str) -> list[str]:

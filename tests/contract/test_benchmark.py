@@ -25,7 +25,9 @@ class PlayedSide:
 
     def run_round(self, workload: Any, seed: int) -> Any:
         self._turns.append((self._name, seed))
-        return self._benchmark.Round(workload.counted_tokens, *next(self._times))
+        seconds, seconds_after = next(self._times)
+        steps = (seconds / 4, seconds / 2, seconds)
+        return self._benchmark.Round(workload.counted_tokens, seconds, seconds_after, steps)
 
 
 def test_pairs_are_compared_side_by_side_and_the_first_one_warms_up(benchmark: ModuleType) -> None:
@@ -42,6 +44,31 @@ def test_pairs_are_compared_side_by_side_and_the_first_one_warms_up(benchmark: M
     assert [name for name, _ in turns] == ["on", "off", "off", "on", "on", "off", "off", "on"]
     seeds = [seed for _, seed in turns]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 4
+
+
+def test_a_round_is_split_into_parts_that_add_up_to_it(benchmark: ModuleType) -> None:
+    parts = benchmark.Round(96, 10.0, 0.5, (2.0, 3.0, 4.0, 7.0, 9.0)).split()
+    assert parts == {
+        "to_the_first_output": 2000.0,
+        "a_step": 1500.0,
+        "steps_beyond_their_median": 1000.0,
+        "from_the_last_output_to_the_answer": 1000.0,
+        "after_the_last_token": 500.0,
+    }
+    assert sum(parts.values()) + 3 * parts["a_step"] == 10_500.0
+
+
+def test_each_step_of_the_engine_is_noted_and_the_engine_is_as_before(benchmark: ModuleType) -> None:
+    class Engine:
+        def step(self) -> str:
+            return "outputs"
+
+    engine = Engine()
+    with benchmark.noting_steps(engine) as ends:
+        assert [engine.step(), engine.step()] == ["outputs", "outputs"]
+    assert ends == sorted(ends) and len(ends) == 2
+    engine.step()
+    assert len(ends) == 2
 
 
 @pytest.mark.parametrize(("text", "counted"), [("64x256", 64 * 256), ("32x64+128", 32 * 128)])
