@@ -168,3 +168,44 @@ def test_versions_are_compared_in_compat_only(file: Path) -> None:
 )
 def test_a_planted_version_comparison_is_found(source: str) -> None:
     assert list(find_version_comparisons(source))
+
+
+PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+# What pickles without saying so.
+CALLS_THAT_PICKLE = re.compile(
+    r"torch\.(load|save)|(.*[._])?((broadcast|gather|scatter|send|recv)_object(_list)?|read_pickle|ProcessPoolExecutor)"
+)
+
+
+def find_pickling(source: str) -> Iterator[str]:
+    """Imports of what pickles, and calls that do."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from (f"line {node.lineno}: {name}" for name in names if name.split(".")[0] in PICKLES)
+        if isinstance(node, ast.Call) and CALLS_THAT_PICKLE.fullmatch(ast.unparse(node.func)):
+            yield f"line {node.lineno}: {ast.unparse(node.func)}"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield f"line {node.lineno}: allow_pickle"
+
+
+def test_nothing_of_ours_unpickles() -> None:
+    """CASES 41."""
+    sources = {file: file.read_text(encoding="utf-8") for file in OVERLAY + PATCHES + COMPAT}
+    found = {file: list(find_pickling(source)) for file, source in sources.items()}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def late():\n    from cloudpickle import loads",
+        "torch.load(path)",
+        "torch.distributed.all_gather_object(rows, row)",
+        "dist.broadcast_object_list(rows)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_planted_pickling_is_found(source: str) -> None:
+    assert list(find_pickling(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -87,10 +88,13 @@ def test_draft_tokens_are_mapped_to_the_targets() -> None:
 
 
 def test_counts_are_pooled() -> None:
-    """CASES 33: 10 accepted in 5 checks and 90 in 30 are 100 in 35, not the mean of two ratios."""
+    """CASES 33: 10 in 5 checks and 90 in 30 are 100 in 35, not the mean of two ratios: of accepted tokens, and of the
+    tokens that the checks gave, the target's own among them."""
     whole = pool([Acceptance(5, 15, (5, 3, 2)), Acceptance(30, 90, (30, 30, 30))])
     assert whole == Acceptance(35, 105, (35, 33, 32))
-    assert whole.num_accepted == 100 and whole.acceptance_length == 1 + 100 / 35
+    assert whole.num_accepted / whole.num_drafts == 100 / 35 and whole.acceptance_length == 1 + 100 / 35
+    given = pool([Acceptance(5, 15, (3, 1, 1)), Acceptance(30, 90, (28, 20, 12))])
+    assert given.acceptance_length == pytest.approx(100 / 35, rel=1e-15)
 
 
 def test_dead_drafts_are_named() -> None:

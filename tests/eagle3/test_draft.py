@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_long_documents_are_cut_into_spans_without_a_change(monkeypatch: pytest.
 
 
 def test_the_mask_shifts_with_the_tokens() -> None:
-    """CASES 26: 8 tokens, answer at 4..6: row 3 learns, row 6 does not; and at step s everything is s further on."""
+    """8 tokens, answer at 4..6: row 3 is scored, row 6 is not; and at step s everything is s further on."""
     batch = pack([make_document(8, masked=[4, 5, 6])], 3, CPU)
     assert batch.rows.tolist() == [1, 2, 3, 4, 5]
     scored = [batch.rows[index].tolist() for index in batch.scored]
@@ -210,14 +211,17 @@ def test_the_mask_shifts_with_the_tokens() -> None:
     for step in range(3):
         assert batch.row_tokens[step].tolist() == document.token_ids[(batch.rows + 1 + step).clamp(max=7)].tolist()
 
-    features = make_document(8).features.clone().requires_grad_()
-    one_step = pack([Document(document.token_ids, features, document.final_states, document.loss_mask)], 1, CPU)
-    hidden, _ = make_draft().start(
-        one_step.features, one_step.next_tokens, one_step.positions, one_step.rows, one_step.sight
-    )
-    hidden.square().sum().backward()
-    learned = features.grad.abs().sum((1, 2)) > 0
-    assert learned[3] and not learned[6] and not learned[7]
+
+@pytest.mark.parametrize(("steps", "learning"), [(1, [3, 4, 5]), (3, [1, 2, 3, 4, 5])])
+def test_the_row_before_the_answer_learns_and_its_last_does_not(steps: int, learning: list[int]) -> None:
+    """CASES 26: 8 tokens, answer at 4..6: the loss has a gradient at row 3, and none at row 6."""
+    document = make_document(8, masked=[4, 5, 6])
+    features = document.features.clone().requires_grad_()
+    draft = make_draft()
+    draft.midlayer.self_attn.o_proj.weight.data.zero_()  # so that no row's gradient comes from a later one
+    batch = pack([replace(document, features=features)], steps, CPU)
+    Objective(draft, make_head(), steps).score(batch, torch.ones(steps)).weighted.backward()
+    assert features.grad.abs().sum((1, 2)).nonzero()[:, 0].tolist() == learning
 
 
 def test_the_mask_ends_with_its_document() -> None:

@@ -54,7 +54,7 @@ def run_with(store_path: Path, model_folder: Path, tmp_path: Path) -> Callable[.
 
 
 def test_a_reduced_vocabulary(run: Path, tmp_path: Path) -> None:
-    """CASES 29: the head is [16, H]; the map is an offset; the target's embeddings are not in the file."""
+    """The head is [16, H]; the map is an offset; the target's embeddings are not in the file."""
     output = export_run(run, tmp_path / "draft")
     assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
     tensors = load_file(str(output / "model.safetensors"))
@@ -66,6 +66,29 @@ def test_a_reduced_vocabulary(run: Path, tmp_path: Path) -> None:
     assert (torch.arange(16) + tensors["d2t"]).tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
     with safe_open(str(output / "model.safetensors"), framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("format", ["vllm", "speculators"])
+def test_a_reduced_vocabulary_of_a_tied_target(
+    store_path: Path, model_folder: Path, edit_checkpoint: Callable[..., Path], tmp_path: Path, format: str
+) -> None:
+    """CASES 29: of 128 tied embeddings and a draft vocabulary of 16, the reloaded head is the kept rows, [16, H]."""
+    tensors = load_file(str(model_folder / "model.safetensors"))
+    del tensors["lm_head.weight"]
+    tied = edit_checkpoint(lambda config: config.update(tie_word_embeddings=True), tensors)
+    settings = replace(SETTINGS, steps=1)
+    train([store_path], tied, tmp_path / "run", settings, ranks=alone("cpu"), self_test="off")
+    output = export_run(tmp_path / "run", tmp_path / "draft", checkpoint="untrained", format=format)
+    embeddings = tensors["model.embed_tokens.weight"]
+    kept = load_file(str(tmp_path / "run" / "vocabulary.safetensors"))["t2d"]
+    head = load_file(str(output / "model.safetensors"))["lm_head.weight"]
+    assert embeddings.shape == (128, 32) and head.shape == (16, 32)
+    assert torch.equal(head, embeddings[kept])
+    assert json.loads((output / "config.json").read_text())["tie_word_embeddings"] is False
+    if format == "vllm":
+        loaded = load_draft(output, embeddings)
+        assert torch.equal(loaded.draft.lm_head.weight, head)
+        assert loaded.target_ids.tolist() == kept.nonzero()[:, 0].tolist()
 
 
 def test_a_full_vocabulary_has_no_map(run_with: Callable[..., Path], tmp_path: Path) -> None:

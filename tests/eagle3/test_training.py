@@ -39,13 +39,13 @@ SETTINGS = Settings(
     learning_rate=2e-3,
 )
 
-# Trains in a process of its own and kills itself in the middle of step 5, after the line of metrics is half written.
+# Trains in a process of its own and kills itself in step 7, after its line of metrics is half written.
 KILLED = """
 import os, signal, sys
 from vllm_overlay.eagle3 import ranks, run_folder, training
 append = run_folder.RunFolder.append_metrics
 def append_and_die(self, line):
-    if line["kind"] == "train" and line["step"] == 6:
+    if line["kind"] == "train" and line["step"] == 7:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write('{"kind": "train", "st')
         (self.path / "checkpoints" / ".writing-x").mkdir()
@@ -70,16 +70,18 @@ def same_run(one: Path, other: Path) -> None:
 
 
 def test_a_killed_run_resumes_bit_for_bit(store_path: Path, model_folder: Path, tmp_path: Path) -> None:
-    """CASES 30, with SIGKILL and in the middle of an epoch."""
-    train([store_path], model_folder, tmp_path / "whole", SETTINGS, ranks=alone("cpu"))
-    arguments = [str(store_path), str(model_folder), str(tmp_path / "killed"), repr(SETTINGS)]
+    """CASES 30: 5 steps, SIGKILL, 5 steps; in the middle of an epoch, and the sixth step is taken twice."""
+    settings = replace(SETTINGS, checkpoint_every=5)
+    train([store_path], model_folder, tmp_path / "whole", settings, ranks=alone("cpu"))
+    arguments = [str(store_path), str(model_folder), str(tmp_path / "killed"), repr(settings)]
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = RunFolder.open(tmp_path / "killed")
-    assert folder.pointer("last") == 4
-    assert json.loads((folder.checkpoint(4) / "state.json").read_text())["batch"] > 0
+    assert folder.pointer("last") == 5
+    assert json.loads((folder.checkpoint(5) / "state.json").read_text())["batch"] > 0
+    assert '"step": 6' in (tmp_path / "killed" / "metrics.jsonl").read_text()
 
-    result = train([store_path], model_folder, tmp_path / "killed", SETTINGS, ranks=alone("cpu"), resume=True)
+    result = train([store_path], model_folder, tmp_path / "killed", settings, ranks=alone("cpu"), resume=True)
     assert result.steps == 10
     same_run(tmp_path / "whole", tmp_path / "killed")
     steps = [line["step"] for line in folder.metrics if line["kind"] == "train"]
@@ -249,7 +251,7 @@ def test_incomplete_and_cut_records_are_counted(make_store: Callable[..., Path],
 
 
 def test_an_all_zero_mask_is_an_error(make_store: Callable[..., Path], tmp_path: Path) -> None:
-    """CASES 27."""
+    """CASES 27: never all zero, whoever wrote the mask."""
     with pytest.raises(
         OverlayError, match=r"nothing to learn from: 0 incomplete.* 2 without a token under the loss mask"
     ):

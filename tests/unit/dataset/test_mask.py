@@ -70,7 +70,7 @@ def test_eight_tokens_answer_at_4_to_6() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, WITH_MARKERS, CLOSED_BY_SECOND_TOKEN])
 def test_every_answer_with_its_end_and_nothing_else(template: str) -> None:
-    """CASES 27: the same mask with generation markers and without."""
+    """CASES 27: a mask on the answers only, the same with generation markers and without."""
     tokenizer = tiny_tokenizer(template)
     conversation = chat("Hi", "yes <b>", "And?", "yes <b>", system="Be brief")
     encoded = encode_conversation(tokenizer, conversation)
@@ -126,6 +126,7 @@ def test_tokens_with_a_leading_space(trim_offsets: bool) -> None:
 
 
 def test_history_rewritten_is_an_error() -> None:
+    """CASES 27: where the answers cannot be told from the rest."""
     tokenizer = tiny_tokenizer(DROPS_THINKING)
     single = encode_conversation(tokenizer, chat("Hi", "<think>hm</think>yes"))
     assert answered(tokenizer, single) == "<think>hm</think>yes<|im_end|>"
