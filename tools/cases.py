@@ -1,10 +1,11 @@
-"""Which test shows which of the cases 1 to 17 (capture) on a real engine, and what came of it on a release.
+"""Which test shows which of the cases 1 to 17 (capture), 25 to 34, 40 and 41 (drafts), and what came of it by release.
 
     python3 tools/cases.py --tests                       # the tests, as pytest takes them
     python -m pytest --junitxml=report.xml $(python3 tools/cases.py --tests)      # in a release's environment
     python3 tools/cases.py 0.16.0 report.xml             # writes it into tests/live/results/cases.json
 
-A test says in its docstring which cases it shows. What they are is said there too.
+A test says in its docstring which cases it shows. What they are is said there too. A report may be of some of the
+tests: what is known of the others stays. The date of a release is that of its last report.
 """
 
 from __future__ import annotations
@@ -16,60 +17,66 @@ import json
 import re
 import sys
 import xml.etree.ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LIVE = REPOSITORY / "tests" / "live"
-RESULTS = LIVE / "results" / "cases.json"
-CASES = range(1, 18)
+TESTS = REPOSITORY / "tests"
+RESULTS = TESTS / "live" / "results" / "cases.json"
+CAPTURE = tuple(range(1, 18))
+DRAFTS = (*range(25, 35), 40, 41)
+# By folder, what its tests can show: of a captured row, only a real engine can.
+FOLDERS = {"live": CAPTURE + DRAFTS, "eagle3": DRAFTS, "unit": DRAFTS, "contract": DRAFTS}
 # "CASES 1 (a) to (c), 2, 3: ..." is 1, 2 and 3; "CASES 1 to 4 and 16 with ..." is 1, 2, 3, 4 and 16.
 NAMED = re.compile(r"CASES ((?:\d+|\([a-d]\)|to|and|,|\s)+)")
 PART = re.compile(r"\([a-d]\)(?:\s+to\s+\([a-d]\))?")
 NUMBERS = re.compile(r"(\d+)(?:\s+to\s+(\d+))?")
+TITLE = re.compile(r"[\w/]+::\w+")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A test of a live module and the cases that it names."""
+    """A test and the cases that it shows. title: `folder/module::name`, under tests."""
 
-    module: str
-    name: str
+    title: str
     cases: tuple[int, ...]
 
     @property
     def node(self) -> str:
-        return f"tests/live/{self.module}.py::{self.name}"
+        return f"tests/{self.title.replace('::', '.py::')}"
 
 
 def read_cases(docstring: str) -> tuple[int, ...]:
-    """The capture's cases that a docstring names, in order."""
+    """The cases that a docstring names, in order."""
     named = NAMED.search(docstring)
     if named is None:
         return ()
     pairs = [(int(first), int(last or first)) for first, last in NUMBERS.findall(PART.sub("", named[1]))]
-    return tuple(case for first, last in pairs for case in range(first, last + 1) if case in CASES)
+    return tuple(case for first, last in pairs for case in range(first, last + 1))
 
 
-def list_tests(folder: Path = LIVE) -> Iterator[Shown]:
-    """The tests that name a case, by module and place."""
-    for file in sorted(folder.glob("test_*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            cases = read_cases(ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef) else ()
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and cases:
-                yield Shown(file.stem, node.name, cases)
+def list_tests() -> Iterator[Shown]:
+    """The tests that show a case, by folder, module and place."""
+    for folder, can_be_shown in FOLDERS.items():
+        for file in sorted((TESTS / folder).rglob("test_*.py")):
+            module = file.relative_to(TESTS).with_suffix("").as_posix()
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                    continue
+                cases = tuple(case for case in read_cases(ast.get_docstring(node) or "") if case in can_be_shown)
+                if cases:
+                    yield Shown(f"{module}::{node.name}", cases)
 
 
-def read_report(report: Path, tests: Sequence[Shown]) -> dict[str, list[str]]:
-    """By case, what came of each test that shows it: `module::name[parameters]: passed`, with the reason if not."""
-    known = {(one.module, one.name): one for one in tests}
+def read_report(report: Path) -> dict[str, list[str]]:
+    """By title, what came of each test: `title[parameters]: passed`, with the reason if not."""
     found: dict[str, list[str]] = {}
     for element in xml.etree.ElementTree.parse(report).iter("testcase"):
-        module, name = element.get("classname", "").rpartition(".")[2], element.get("name", "")
-        shown = known.get((module, name.partition("[")[0]))
-        for case in shown.cases if shown else ():
-            found.setdefault(str(case), []).append(f"{module}::{name}: {say_outcome(element)}")
+        module = element.get("classname", "").removeprefix("tests.").replace(".", "/")
+        name = element.get("name", "")
+        title = f"{module}::{name.partition('[')[0]}"
+        found.setdefault(title, []).append(f"{module}::{name}: {say_outcome(element)}")
     return found
 
 
@@ -80,6 +87,22 @@ def say_outcome(element: xml.etree.ElementTree.Element) -> str:
             first_line = (part.get("message") or "").strip().split("\n")[0]
             return f"{'skipped' if part.tag == 'skipped' else 'failed'}: {first_line}"
     return "passed"
+
+
+def merge(
+    known: Mapping[str, Sequence[str]], found: Mapping[str, list[str]], tests: Sequence[Shown]
+) -> dict[str, list[str]]:
+    """By case, the lines of the tests that show it: those found, and those that were known of tests not found."""
+    by_title: dict[str, list[str]] = {}
+    for line in dict.fromkeys(line for lines in known.values() for line in lines):
+        title = TITLE.match(line)
+        if title is not None:
+            by_title.setdefault(title[0], []).append(line)
+    by_title |= found
+    return {
+        str(case): [line for one in tests if case in one.cases for line in by_title.get(one.title, ())]
+        for case in CAPTURE + DRAFTS
+    }
 
 
 def main() -> int:
@@ -95,14 +118,13 @@ def main() -> int:
     if not args.reports:
         parser.error("name a release and its reports, or give --tests")
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    found: dict[str, list[str]] = {}
+    cases = results.get(args.release, {}).get("cases", {})
     for report in args.reports:
-        for case, lines in read_report(report, tests).items():
-            found.setdefault(case, []).extend(lines)
+        cases = merge(cases, read_report(report), tests)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    results[args.release] = {"date": today, "cases": {str(case): found.get(str(case), []) for case in CASES}}
+    results[args.release] = {"date": today, "cases": cases}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for case, lines in results[args.release]["cases"].items():
+    for case, lines in cases.items():
         print(f"{case:>2}  {sum(line.endswith(': passed') for line in lines)} of {len(lines)} passed")
     return 0
 

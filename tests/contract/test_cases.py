@@ -24,7 +24,7 @@ def cases() -> ModuleType:
         ("CASES 9: hooks that nobody calls.", (9,)),
         ("CASES 1 (a) to (c), 2, 3: ids 0..N, 40 prompts of 1..40 tokens.", (1, 2, 3)),
         ("CASES 1 to 4 and 16 with the old consumer of 0.11.", (1, 2, 3, 4, 16)),
-        ("CASES 20: 60 items; 21 to 24 are elsewhere.", ()),
+        ("CASES 20: 60 items; 21 to 24 are elsewhere.", (20,)),
         ("Nothing of 1 to 17.", ()),
     ],
 )
@@ -32,20 +32,56 @@ def test_the_cases_that_a_docstring_names(cases: ModuleType, docstring: str, nam
     assert cases.read_cases(docstring) == named
 
 
-def test_every_case_is_named_by_a_test_of_a_real_engine(cases: ModuleType) -> None:
-    assert {case for test in cases.list_tests() for case in test.cases} == set(range(1, 18))
+def test_every_case_is_named_by_a_test(cases: ModuleType) -> None:
+    tests = list(cases.list_tests())
+    of_engines = {case for test in tests if test.title.startswith("live/") for case in test.cases}
+    assert of_engines >= {*range(1, 18), 34, 41}, "of these a test of a real vLLM"
+    assert {case for test in tests for case in test.cases} == {*range(1, 18), *range(25, 35), 40, 41}
 
 
-def test_what_came_of_each_test_is_found_by_its_case(cases: ModuleType, tmp_path: Path) -> None:
+def test_a_captured_row_is_shown_by_a_real_engine_only(
+    cases: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'def test_one() -> None:\n    """CASES 13, 30 and 99."""\n\n\ndef helper() -> None:\n    """CASES 31."""\n'
+    for folder in ("live", "eagle3", "unit/store", "gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test_a.py").write_text(text)
+    monkeypatch.setattr(cases, "TESTS", tmp_path)
+    shown = [(test.node, test.cases) for test in cases.list_tests()]
+    assert shown == [
+        ("tests/live/test_a.py::test_one", (13, 30)),
+        ("tests/eagle3/test_a.py::test_one", (30,)),
+        ("tests/unit/store/test_a.py::test_one", (30,)),
+    ]
+
+
+def test_what_came_of_each_test_is_found_by_its_title(cases: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
-        '<testsuites><testsuite><testcase classname="tests.live.test_a_live" name="test_one[x]"/>'
-        '<testcase classname="tests.live.test_a_live" name="test_two"><skipped message="why&#10;so"/></testcase>'
-        '<testcase classname="tests.live.test_b_live" name="test_one"><failure message="no"/></testcase>'
+        '<testsuites><testsuite><testcase classname="tests.live.test_a_live" name="test_one[x: y]"/>'
+        '<testcase classname="tests.live.test_a_live" name="test_one[z]"><skipped message="why&#10;so"/></testcase>'
+        '<testcase classname="tests.unit.store.test_b" name="test_one"><failure message="no"/></testcase>'
         "</testsuite></testsuites>"
     )
-    tests = [cases.Shown("test_a_live", "test_one", (1, 2)), cases.Shown("test_a_live", "test_two", (2,))]
-    assert cases.read_report(report, tests) == {
-        "1": ["test_a_live::test_one[x]: passed"],
-        "2": ["test_a_live::test_one[x]: passed", "test_a_live::test_two: skipped: why"],
+    assert cases.read_report(report) == {
+        "live/test_a_live::test_one": [
+            "live/test_a_live::test_one[x: y]: passed",
+            "live/test_a_live::test_one[z]: skipped: why",
+        ],
+        "unit/store/test_b::test_one": ["unit/store/test_b::test_one: failed: no"],
+    }
+
+
+def test_a_report_of_some_tests_leaves_what_is_known_of_the_others(cases: ModuleType) -> None:
+    known = {
+        "1": ["live/a::test_one[x]: passed", "live/a::test_one[y: z]: passed", "live/a::test_two: passed"],
+        "2": ["live/a::test_two: passed", "live/a::test_gone: passed"],
+    }
+    found = {"live/a::test_one": ["live/a::test_one[x]: failed: no"], "live/a::test_other": ["no case's"]}
+    tests = [cases.Shown("live/a::test_two", (1, 3)), cases.Shown("live/a::test_one", (1,))]
+    merged = cases.merge(known, found, tests)
+    assert list(merged) == [str(case) for case in (*range(1, 18), *range(25, 35), 40, 41)]
+    assert {case: lines for case, lines in merged.items() if lines} == {
+        "1": ["live/a::test_two: passed", "live/a::test_one[x]: failed: no"],
+        "3": ["live/a::test_two: passed"],
     }
