@@ -1,12 +1,24 @@
-"""A random target of the shapes of Llama-3.1-8B, and a store of random states: what training reads of them."""
+"""What the GPU tests share: who holds the GPUs before a test, and where its figures go.
+
+And a random target of the shapes of Llama-3.1-8B with a store of random states: what training reads of them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,6 +28,62 @@ from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 SHAPES = Path(__file__).with_name("llama_8b")
 RECORDS, LENGTH = 96, 1024
 LAYER_IDS = (2, 16, 29, 32)
+# A folder in which each test leaves its figures, a line in `figures.jsonl`, as soon as it has them.
+RESULTS = "GPU_RESULTS"
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+@pytest.fixture(scope="session")
+def report() -> Report:
+    """Print a test's figures, and keep them where RESULTS says: a run that is cut off shows what it had."""
+    started = time.monotonic()
+
+    def write(name: str, figures: dict[str, Any]) -> None:
+        line = json.dumps({"name": name, "at_s": round(time.monotonic() - started, 1), **figures})
+        print(f"\n{line}", flush=True)
+        if RESULTS in os.environ:
+            with (Path(os.environ[RESULTS]) / "figures.jsonl").open("a") as file:
+                file.write(line + "\n")
+
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    versions = {name: find_version(name) for name in ("vllm", "torch", "transformers")}
+    command = shlex.join(["pytest", *sys.argv[1:]])
+    write("session", {"date": time.strftime("%Y-%m-%d"), "command": command, "devices": names, "versions": versions})
+    return write
+
+
+def find_version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@pytest.fixture(autouse=True)
+def holders_of_the_gpus() -> None:
+    """Printed before each test: an engine that was left over, or a neighbour's, is named in a failure's report."""
+    if torch.cuda.is_available():
+        print(f"\n{describe_holders()}", flush=True)
+
+
+def describe_holders() -> str:
+    memory = ask_nvidia("--query-gpu=index,memory.used,memory.total")
+    holders = ask_nvidia("--query-compute-apps=pid,used_memory")
+    return "\n".join([*(f"GPU {line}" for line in memory), *(f"{line}: {name_process(line)}" for line in holders)])
+
+
+def ask_nvidia(query: str) -> list[str]:
+    words = ["nvidia-smi", "--format=csv,noheader", query]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def name_process(line: str) -> str:
+    """The command of the process that a line begins with."""
+    try:
+        return " ".join(psutil.Process(int(line.split(",")[0])).cmdline())[:200]
+    except psutil.Error:
+        return "no process of this machine"
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +121,7 @@ def write_model(folder: Path) -> Path:
     norms = ["model.norm", *(f"model.layers.{layer}.{name}_layernorm" for name in ("input", "post_attention"))]
     tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
     save_file(tensors, str(folder / "model.safetensors"))
+    torch.cuda.empty_cache()  # other processes train and serve on this GPU
     return folder
 
 
