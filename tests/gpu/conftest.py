@@ -28,6 +28,10 @@ from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter
 SHAPES = Path(__file__).with_name("llama_8b")
 RECORDS, LENGTH = 96, 1024
 LAYER_IDS = (2, 16, 29, 32)
+# Of an engine. Told how much memory its KV cache takes, vLLM does not measure what is free while it starts: it fails
+# where a neighbour on the same GPU, such as the engine before it, gives some back meanwhile ("Error in memory
+# profiling", 0.24.0).
+MEMORY = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
 # A folder in which each test leaves its figures, a line in `figures.jsonl`, as soon as it has them.
 RESULTS = "GPU_RESULTS"
 

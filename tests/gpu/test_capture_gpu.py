@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.conftest import MEMORY
 from tests.live.runs import Answer, Batch, Reference, run_script
 from tests.tiny_models import write_tiny_llama
 from vllm_overlay.store import Store
@@ -44,7 +45,7 @@ def run(folder: Path, model: Path, runner: str, capture: dict[str, str]) -> list
     }
     return run_script(
         folder, model, BATCHES, environment=environment | capture, dtype="bfloat16", enforce_eager=False,
-        gpu_memory_utilization=0.3, max_num_batched_tokens=512,
+        max_num_batched_tokens=512, **MEMORY,
     )  # fmt: skip
 
 

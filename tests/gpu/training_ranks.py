@@ -6,6 +6,7 @@ The plan holds `device` and `tasks`, a list of Task.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,7 @@ def dying(dies_at: int | None, ranks: Ranks) -> Iterator[None]:
 def do_task(task: Task, ranks: Ranks) -> None:
     """Steps in 32 bits add up in a fixed order, where torch has one to offer: a resumed run can be compared by bits."""
     torch.use_deterministic_algorithms(task.job.settings["dtype"] == "float32", warn_only=True)
+    forget_the_run_before(ranks.device)
     started = time.monotonic()
     if task.alone and ranks.is_first:
         do(task.job, Ranks(0, 1, ranks.device))
@@ -60,6 +62,14 @@ def do_task(task: Task, ranks: Ranks) -> None:
     ranks.wait()
     if ranks.is_first:
         print(f"{describe(task.job)}; done in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def forget_the_run_before(device: torch.device) -> None:
+    """Its memory, and the most that it took: a run's `peak_memory` is to be its own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def describe(job: Job) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.live.runs import ENGINE, SCRIPT, Answer, Batch, run_python
+from tests.live.runs import ENGINE, LIMIT_S, SCRIPT, Answer, Batch, run_python
 from vllm_overlay.store import Store
 
 RANK = 1
@@ -25,7 +25,14 @@ class Killed:
     text: str
 
 
-def kill_a_rank(folder: Path, model: Path, batches: list[Batch], environment: dict[str, str], **engine: Any) -> Killed:
+def kill_a_rank(
+    folder: Path,
+    model: Path,
+    batches: list[Batch],
+    environment: dict[str, str],
+    limit: float = LIMIT_S,
+    **engine: Any,
+) -> Killed:
     """Generate the batches, then a request in whose second step rank 1 is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     plan, out = folder / "plan.json", folder / "out.json"
@@ -39,7 +46,7 @@ def kill_a_rank(folder: Path, model: Path, batches: list[Batch], environment: di
             }
         )
     )
-    done = run_python([str(SCRIPT.with_name("generate_then_fail.py")), str(plan)], environment)
+    done = run_python([str(SCRIPT.with_name("generate_then_fail.py")), str(plan)], environment, limit)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     seen = json.loads(out.read_text())
     answers = [[Answer(one["id"], one["token_ids"]) for one in batch] for batch in seen["batches"]]

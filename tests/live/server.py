@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.live.runs import kill_with_children
+
 
 def find_port() -> int:
     """One that nobody listens on."""
@@ -66,5 +68,5 @@ def ask_all_at_once(
             process.send_signal(signal.SIGTERM)
             process.wait(60)
         finally:
-            process.kill()
+            kill_with_children(process)
     return ids
