@@ -2,6 +2,7 @@
 
     sh tools/matrix.sh 0.16.0 0.32.0         # these releases
     sh tools/matrix.sh --all                 # every release; those whose result is there and current are skipped
+    sh tools/matrix.sh --all --check undo    # one check by itself, into the results that are there
     sh tools/matrix.sh --new 0.33.0          # a release that nobody has seen, under VLLM_OVERLAY_POLICY=warn
     python3 tools/matrix.py --readme         # the table in README.md, from the results that are there
 
@@ -74,8 +75,8 @@ class MatrixError(Exception):
     """A release could not be run at all; one line that says why."""
 
 
-def run_release(release: Release, sources: str, extra: dict[str, str]) -> Result:
-    """Make the release's environment, run the suite in it, and read what each check came to.
+def run_release(release: Release, sources: str, extra: dict[str, str], checks: Sequence[Check] = CHECKS) -> Result:
+    """Make the release's environment, run the checks in it, and read what each came to.
 
     Errors: MatrixError when there is no environment to run in.
     """
@@ -87,7 +88,7 @@ def run_release(release: Release, sources: str, extra: dict[str, str]) -> Result
     except (NoInterpreter, NoLibrary, subprocess.CalledProcessError) as error:
         raise MatrixError(f"{release.vllm}: no environment: {error}") from error
     began = time.monotonic()
-    cells = run_suite(release, folder, variables)
+    cells = run_checks(release, folder, variables, checks)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return Result(release.vllm, today, round(time.monotonic() - began, 1), sources, versions, cells)
 
@@ -100,24 +101,40 @@ def ask_versions(folder: Path, variables: dict[str, str]) -> dict[str, str]:
     return versions
 
 
-def run_suite(release: Release, folder: Path, variables: dict[str, str]) -> dict[str, Cell]:
-    """Run the suite's modules with the environment's pytest; what it prints goes to a file."""
+def add_to(known: Result | None, found: Result) -> Result:
+    """A release's result with the cells of checks that were run by themselves, which keep their date and sources.
+
+    Errors: MatrixError if there is no result, or one of other versions.
+    """
+    if known is None:
+        raise MatrixError(f"{found.release}: has no result to add to; run it without --check")
+    if known.versions != found.versions:
+        was, now = ({f"{name} {version}" for name, version in one.versions.items()} for one in (known, found))
+        differing = f"{', '.join(sorted(was - now))}, now {', '.join(sorted(now - was))}"
+        raise MatrixError(f"{found.release}: its result was made with {differing}; run it without --check")
+    later = {
+        name: dataclasses.replace(cell, date=found.date, sources=found.sources) for name, cell in found.cells.items()
+    }
+    return dataclasses.replace(known, cells={**known.cells, **later})
+
+
+def run_checks(release: Release, folder: Path, variables: dict[str, str], checks: Sequence[Check]) -> dict[str, Cell]:
+    """Run the checks' tests with the environment's pytest; what it prints goes to a file."""
     log = log_file(release.vllm)
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-matrix-") as scratch, log.open("w") as output:
         report = Path(scratch, "report.xml")
         # xunit1 is the form that keeps what a test records.
         options = ["-p", "no:cacheprovider", "-v", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        modules = [f"tests/live/{module}.py" for module in MODULES]
-        command = [str(folder / "bin" / "python"), "-m", "pytest", *options, *modules]
+        command = [str(folder / "bin" / "python"), "-m", "pytest", *options, *(check.node for check in checks)]
         subprocess.run(command, cwd=REPOSITORY, env=variables, check=False, stdout=output, stderr=subprocess.STDOUT)
-        return read_cells(report)
+        return read_cells(report, checks)
 
 
-def read_cells(report: Path) -> dict[str, Cell]:
+def read_cells(report: Path, checks: Sequence[Check] = CHECKS) -> dict[str, Cell]:
     """The checks of a JUnit report, as pytest writes it. A check none of whose tests ran has failed."""
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase")) if report.is_file() else []
-    return {check.name: _read_cell([case for case in cases if is_part(check, case)]) for check in CHECKS}
+    return {check.name: _read_cell([case for case in cases if is_part(check, case)]) for check in checks}
 
 
 def is_part(check: Check, case: xml.etree.ElementTree.Element) -> bool:
@@ -184,16 +201,19 @@ def read_pins(version: str, requirements: Sequence[str], python: str) -> Release
     return Release(version, torch=pins[0], oldest_python=(3, int(oldest[1])) if oldest else (3, 10))
 
 
-def is_current(release: str, sources: str, results: dict[str, Result]) -> bool:
-    return release in results and results[release].sources == sources
+def is_current(result: Result | None, sources: str, checks: Sequence[Check]) -> bool:
+    return result is not None and all(result.sources_of(check.name) == sources for check in checks)
 
 
-def run_releases(releases: Sequence[str], *, again: bool, jobs: int) -> int:
-    """Run them, `jobs` at a time, writing each result as it comes. The exit status."""
+def run_releases(releases: Sequence[str], *, again: bool, jobs: int, checks: Sequence[Check] = CHECKS) -> int:
+    """Run them, `jobs` at a time, writing each result as it comes. The exit status.
+
+    Checks that are not all are written into the results that are there.
+    """
     began = time.monotonic()
     sources = digest_sources()
-    known = {} if again else read_results(RESULTS)
-    current = [release for release in releases if is_current(release, sources, known)]
+    known = read_results(RESULTS)
+    current = [release for release in releases if not again and is_current(known.get(release), sources, checks)]
     for release in current:
         say(f"{release}: skipped, its result of {known[release].date} was made of these sources; --again runs it")
     to_run = [release for release in releases if release not in current]
@@ -202,12 +222,13 @@ def run_releases(releases: Sequence[str], *, again: bool, jobs: int) -> int:
         title = f"{release} ({to_run.index(release) + 1} of {len(to_run)})"
         say(f"{title}: making its environment, then running")
         try:
-            result = run_release(RELEASES[release], sources, {})
+            found = run_release(RELEASES[release], sources, {}, checks)
+            result = found if checks == CHECKS else add_to(read_results(RESULTS).get(release), found)
         except MatrixError as error:
             say(f"{title}: {error}")
             return str(error)
         result.write(RESULTS)
-        say(f"{title}: {summarize(result)}; {(time.monotonic() - began) / 60:.1f} min since the start")
+        say(f"{title}: {summarize(found)}; {(time.monotonic() - began) / 60:.1f} min since the start")
         return result
 
     with ThreadPoolExecutor(jobs) as lanes:
@@ -271,6 +292,12 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help=f"of {', '.join(RELEASES)}")
     parser.add_argument("--all", action="store_true", help="every release (default: those that are named)")
     parser.add_argument("--again", action="store_true", help="run releases whose result is current too (default: skip)")
+    parser.add_argument(
+        "--check",
+        action="append",
+        choices=[check.name for check in CHECKS],
+        help="run this check only, on releases that have a result with the same versions; may be given several times",
+    )
     # An engine's processes start one after the other, most of the time on one core.
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="releases that run at a time (default: 2)")
     parser.add_argument("--new", metavar="VERSION", help="a release that has no entry, tried under the policy warn")
@@ -286,7 +313,9 @@ def main() -> int:
         return run_new(args.new, keep=args.keep)
     if not (args.all or args.releases):
         parser.error("name releases, or --all, or --new VERSION, or --readme")
-    return run_releases(list(RELEASES) if args.all else args.releases, again=args.again, jobs=args.jobs)
+    checks = tuple(check for check in CHECKS if args.check is None or check.name in args.check)
+    releases = list(RELEASES) if args.all else args.releases
+    return run_releases(releases, again=args.again, jobs=args.jobs, checks=checks)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ class Check:
     module: str
     test: str | None = None
 
+    @property
+    def node(self) -> str:
+        """As pytest takes it."""
+        return f"tests/live/{self.module}.py{f'::{self.test}' if self.test else ''}"
+
 
 CHECKS = (
     Check("stock", "test_matrix_live", "test_stock_without_the_variable"),
@@ -37,6 +42,8 @@ CHECKS = (
     Check("old callers", "test_speculators_live"),
     Check("undo", "test_matrix_live", "test_undo_puts_the_originals_back"),
     Check("error text", "test_matrix_live", "test_error_text_is_no_less_than_stock"),
+    Check("draft loads", "test_drafts_live", "test_every_tensor_is_a_parameter_and_every_parameter_a_tensor"),
+    Check("draft served", "test_matrix_live", "test_a_draft_of_ours_is_served"),
 )
 
 
@@ -45,13 +52,16 @@ class Cell:
     """What a check came to on a release.
 
     `reason` is the first line of what a test that did not pass said; `notes` are what tests recorded to be shown, by
-    what it is.
+    what it is. `date` and `sources` are as those of a result, of a check that was run by itself later; empty where they
+    are the result's.
     """
 
     outcome: Outcome
     seconds: float
     reason: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    sources: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,11 @@ class Result:
     sources: str
     versions: Mapping[str, str]
     cells: Mapping[str, Cell]
+
+    def sources_of(self, check: str) -> str | None:
+        """What a check's cell was made of; None if it was not run."""
+        cell = self.cells.get(check)
+        return None if cell is None else cell.sources or self.sources
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +146,8 @@ def render_all(results: Mapping[str, Result], explanations: Sequence[Explanation
 def render(results: Iterable[Result], explanations: Sequence[Explanation]) -> str:
     """The table in Markdown, the reason for each explained cell, and a table of what tests noted."""
     rows = list(results)
-    numbers = {(one.release, one.check): number for number, one in enumerate(explanations, 1)}
+    notes = _number_notes(explanations)
+    numbers = {cell: number for number, cells in enumerate(notes.values(), 1) for cell in cells}
     lines = [
         f"| vLLM | run with | {' | '.join(check.name for check in CHECKS)} | seconds | date |",
         f"|---{'|---' * (len(CHECKS) + 3)}|",
@@ -141,11 +157,20 @@ def render(results: Iterable[Result], explanations: Sequence[Explanation]) -> st
         facts = "torch {torch} and transformers {transformers}".format(**result.versions)
         lines.append(f"| {result.release} | {facts} | {' | '.join(cells)} | {result.seconds:.0f} | {result.date} |")
     if explanations:
-        lines.append("")
-        lines += [f"{number}. {one.release}, {one.check}: {one.reason} ({one.link})" for number, one in
-                  enumerate(explanations, 1)]  # fmt: skip
+        lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     lines += _render_notes(rows)
     return "\n".join(lines)
+
+
+def _number_notes(explanations: Sequence[Explanation]) -> dict[str, list[tuple[str, str]]]:
+    """The (release, check) of each note under the table: one note for all that have the same check, reason and link."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for one in explanations:
+        alike.setdefault((one.check, one.reason, one.link), []).append(one.release)
+    return {
+        f"{', '.join(releases)}, {check}: {reason} ({link})": [(release, check) for release in releases]
+        for (check, reason, link), releases in alike.items()
+    }
 
 
 def _render_notes(results: Sequence[Result]) -> list[str]:
@@ -164,10 +189,11 @@ def _render_cell(result: Result, check: str, numbers: Mapping[tuple[str, str], i
     cell = result.cells.get(check)
     if cell is None:
         return "**not run**"
+    later = f", {cell.date}" if cell.date else ""
     if cell.outcome == "passed":
-        return "yes"
+        return f"yes{later}"
     number = numbers.get((result.release, check))
-    return f"no ({number})" if number else f"**{cell.outcome}**"
+    return f"no ({number}){later}" if number else f"**{cell.outcome}**{later}"
 
 
 def read_table(text: str) -> str:

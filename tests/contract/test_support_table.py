@@ -72,6 +72,26 @@ def test_a_row_says_what_ran_and_what_came_of_it() -> None:
     assert "**failed**" in render([RED], [])
 
 
+def test_a_note_is_of_all_releases_with_the_same_reason() -> None:
+    later = replace(RED, release="0.19.1")
+    other = Explanation("0.18.1", "text", "it cannot", "https://example.org/issue")
+    cells = dict(RED.cells) | {"text": Cell("skipped", 0.0)}
+    lines = render([replace(RED, cells=cells), later], [REASON, other, replace(REASON, release="0.19.1")]).splitlines()
+    assert "| no (2) | yes | no (1) |" in lines[2]
+    assert "| yes | yes | no (1) |" in lines[3]
+    assert lines[5:] == [
+        "1. 0.18.1, 0.19.1, undo: it cannot (https://example.org/issue)",
+        "2. 0.18.1, text: it cannot (https://example.org/issue)",
+    ]
+
+
+def test_a_check_that_was_run_by_itself_has_a_date_and_sources_of_its_own() -> None:
+    later = Cell("passed", 1.0, date="2026-11-30", sources="def")
+    found = replace(GREEN, cells=dict(GREEN.cells) | {"text": later})
+    assert "| yes | yes | yes, 2026-11-30 | yes |" in render([found], []).splitlines()[2]
+    assert (found.sources_of("text"), found.sources_of("undo"), found.sources_of("other")) == ("def", "abc", None)
+
+
 def test_what_tests_noted_is_a_table_of_its_own() -> None:
     noted = replace(GREEN, cells=dict(GREEN.cells) | {"old callers": Cell("passed", 1.0, notes={"without us": "dies"})})
     assert render([noted, RED], []).splitlines()[-4:] == [

@@ -154,6 +154,8 @@ def test_the_cells_are_read_from_what_pytest_wrote(matrix: ModuleType, tmp_path:
         "old callers": "failed",
         "undo": "skipped",
         "error text": "failed",
+        "draft loads": "failed",
+        "draft served": "failed",
     }
     assert cells["old callers"].reason == "test_b: AssertionError: x"
     assert cells["old callers"].seconds == 3.0
@@ -175,7 +177,7 @@ def test_a_result_of_these_sources_is_not_made_again(
     monkeypatch.setattr(matrix, "digest_sources", lambda: "now")
     asked = []
 
-    def run_release(release: Any, sources: str, extra: dict[str, str]) -> Any:
+    def run_release(release: Any, sources: str, extra: dict[str, str], checks: Any) -> Any:
         asked.append(release.vllm)
         if release.vllm == "0.12.0":
             raise matrix.MatrixError("0.12.0: no environment: none")
@@ -193,6 +195,40 @@ def test_a_result_of_these_sources_is_not_made_again(
     monkeypatch.setattr(matrix, "digest_sources", lambda: "later")
     matrix.run_releases(["0.11.0"], again=False, jobs=1)
     assert asked[3:] == ["0.11.0", "0.11.0"]
+
+
+def test_a_check_is_run_by_itself_into_a_result_of_the_same_versions(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path)
+    monkeypatch.setattr(matrix, "digest_sources", lambda: "now")
+    versions = {"torch": "1", "transformers": "2"}
+    whole = {check.name: matrix.Cell("passed", 1.0) for check in matrix.CHECKS}
+    matrix.Result("0.11.0", "2026-11-29", 9.0, "before", versions, whole).write(tmp_path)
+    matrix.Result("0.12.0", "2026-11-29", 9.0, "before", versions | {"torch": "0"}, whole).write(tmp_path)
+    asked = []
+
+    def run_release(release: Any, sources: str, extra: dict[str, str], checks: Any) -> Any:
+        asked.append(release.vllm)
+        cells = {check.name: matrix.Cell("failed", 2.0, "x") for check in checks}
+        return matrix.Result(release.vllm, "2026-11-30", 2.0, sources, versions, cells)
+
+    monkeypatch.setattr(matrix, "run_release", run_release)
+    undo = tuple(check for check in matrix.CHECKS if check.name == "undo")
+    assert matrix.run_releases(["0.11.0", "0.12.0", "0.13.0"], again=False, jobs=1, checks=undo) == 1
+    results = matrix.read_results(tmp_path)
+    later = matrix.Cell("failed", 2.0, "x", date="2026-11-30", sources="now")
+    assert list(results) == ["0.11.0", "0.12.0"]
+    assert results["0.11.0"] == matrix.Result("0.11.0", "2026-11-29", 9.0, "before", versions, whole | {"undo": later})
+    assert results["0.12.0"].cells == whole
+    said = capsys.readouterr().out
+    assert "0.12.0: its result was made with torch 0, now torch 1; run it without --check" in said
+    assert "0.13.0: has no result to add to; run it without --check" in said
+    matrix.run_releases(["0.11.0"], again=False, jobs=1, checks=undo)
+    assert asked == ["0.11.0", "0.12.0", "0.13.0"], "a check of these sources is not run again"
+    matrix.run_releases(["0.11.0"], again=True, jobs=1, checks=undo)
+    matrix.run_releases(["0.11.0"], again=False, jobs=1)
+    assert asked[3:] == ["0.11.0", "0.11.0"], "the other checks are of other sources"
 
 
 def test_a_release_that_nobody_has_seen_is_read_from_its_wheel(matrix: ModuleType) -> None:
