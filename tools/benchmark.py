@@ -197,10 +197,11 @@ def main() -> int:
     args = parser.parse_args(words)
     if args.serve_side:
         return _serve(args, engine_options)
-    text = json.dumps(_compare(args, engine_options), indent=2)
+    for report in _compare(args, engine_options):
+        text = json.dumps(report, indent=2)
+        if args.output:
+            args.output.write_text(text + "\n")
     print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
     return 0
 
 
@@ -209,7 +210,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, Any]:
+def _compare(args: argparse.Namespace, engine_options: list[str]) -> Iterator[dict[str, Any]]:
+    """What is known, after each workload and at the end: a run on a borrowed machine may be cut off."""
     # Here, because the process of the side without capture shall load nothing of ours.
     from step_cost import measure
 
@@ -223,11 +225,12 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> dict[str, A
         report["versions"] = sides["on"].facts
         for name in ("prefill", "decode"):
             report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
+            yield report
         report["capture"] = [side.end() for side in sides.values()][SIDES.index("on")]
         decode = Workload.parse(args.decode)
         costs = measure(Path(folder) / "step-cost", decode.requests, decode.tokens_in, decode.tokens_out)
         report["host_microseconds_per_decode_step"] = {part: round(cost, 1) for part, cost in costs.items()}
-    return report
+    yield report
 
 
 def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rounds: int) -> dict[str, Any]:
@@ -237,6 +240,9 @@ def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rou
         pair = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
         speeds = {side: pair[side].speed for side in pair}
         print(f"{name}, pair {number}: {speeds}, {speeds['on'] / speeds['off']:.3f}", file=sys.stderr)
+        for side, played in pair.items():
+            parts = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in played.split().items())
+            print(f"    milliseconds {side}: {parts}", file=sys.stderr)
         pairs.append(pair)
     counted = pairs[1:]
     report: dict[str, Any] = {}
