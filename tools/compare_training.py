@@ -45,6 +45,7 @@ DIFFERENCES = (
     "speculators pads each batch to --batch-tokens and computes every row; ours computes the rows that are scored",
     "speculators runs as `speculators train --optimizer adamw --log-freq` large: its default optimizer, Muon, has more "
     "to compute, and its default log frequency of 1 waits for the GPU several times a step",
+    "speculators' two fused loss kernels are given a list of tiles each: torch 2.11 refuses to compile them with one",
     "speculators' own default draft has norm_before_residual, norm_before_fc and norm_output; here both train the form "
     "that every vLLM release reads",
     "ours uses the fused AdamW of torch, speculators the one that torch chooses",

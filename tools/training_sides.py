@@ -262,7 +262,9 @@ def train_speculators(
     place = {number: place for place, number in enumerate(list_places(corpus))}
     corpus.close()
     device = alone().device
-    if device.type != "cuda":  # its trainer knows accelerators by number, and has no word for a CPU
+    if device.type == "cuda":
+        part_tile_lists()
+    else:  # its trainer knows accelerators by number, and has no word for a CPU
         trainer.get_local_rank = lambda: "cpu"
     clock = StepClock(device, work.warm_up, limit)
     seen: list[list[torch.Tensor]] = []
@@ -301,6 +303,17 @@ def train_speculators(
         "loss_per_step": [[round(value, 5) for value in step[1:]] for step in values],
         "settings": {"flags": flags, **found, "version": version("speculators"), "compiled": device.type == "cuda"},
     }
+
+
+def part_tile_lists() -> None:
+    """Give each of speculators' fused loss kernels a list of tiles of its own.
+
+    Both are made with one list, which torch 2.11 refuses to compile ("ListVariable is already tracked for mutation",
+    seen on an H200), and it ends. The tiles stay the same.
+    """
+    from speculators.losses import fused
+
+    fused.loss_backward_kernel.configs = list(fused.loss_backward_kernel.configs)
 
 
 def train_specforge(

@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "mask", "flex"],
         default="auto",
         help="how packed records are kept apart: plain products and a mask, or PyTorch's flex attention, which needs a "
-        "GPU and has not been run on one yet (default: auto, mask)",
+        "GPU (default: auto, flex on a GPU)",
     )
     loop.add_argument(
         "--compile",

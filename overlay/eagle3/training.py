@@ -206,9 +206,9 @@ def _settle(settings: Settings, source: Source, target: Target, device: torch.de
 
 
 def choose_attention(wanted: str, device: torch.device, head_dim: int) -> str:
-    """ "auto": the mask, for flex attention has not been run on a GPU yet. Raises OverlayError: it cannot be."""
+    """ "auto": flex attention where it can be. Raises OverlayError: what is wanted cannot be."""
     if wanted == "auto":
-        return "mask"
+        return "flex" if device.type == "cuda" and head_dim >= SMALLEST_HEAD else "mask"
     if wanted == "flex" and device.type != "cuda":
         raise OverlayError("--attention flex: it has no backward pass on a CPU; use --attention mask")
     if wanted == "flex" and head_dim < SMALLEST_HEAD:
