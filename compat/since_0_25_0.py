@@ -1,4 +1,5 @@
-"""vLLM from 0.25.0 on: models spread the residual stream itself over ranks. The rest as in 0.24.0."""
+"""vLLM from 0.25.0 on: models spread the residual stream itself over ranks, and the CPU decodes speculatively. The rest
+as in 0.24.0."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from typing import Any
 
 from vllm_overlay.compat import since_0_24_0
 from vllm_overlay.compat.since_0_24_0 import *  # noqa: F403
+
+# It is there from 0.20 on, and of the releases before, an EAGLE-3 draft only runs in 0.22: see README's support table.
+SPECULATIVE_DECODING_ON_CPU = True
 
 
 def sharding_option(vllm_config: Any) -> str | None:
