@@ -23,13 +23,18 @@ FEATURES = (0, 2, 3)
 RECORDS = 4
 
 
+@pytest.fixture(scope="module")
+def captured(make_store: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four texts of the target, with the states that the draft reads."""
+    return make_store(tmp_path_factory.mktemp("captured") / "store", records=RECORDS, layer_ids=FEATURES)
+
+
 @pytest.fixture
 def evaluate_draft(
-    make_store: Callable[..., Path], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captured: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """Evaluates a draft on four texts of the target. served: what vLLM's counters say; None where it speculates not."""
+    """Evaluates a draft on the texts. served: what vLLM's counters say; None where it speculates not."""
     texts = evaluate.Texts(((0,) * 12,) * RECORDS, 1.0)
-    captured = make_store(tmp_path / "captured", records=RECORDS, layer_ids=FEATURES)
 
     def capture(settings: object, prompts: object, layer_ids: tuple[int, ...], store: Path) -> evaluate.Texts:
         assert layer_ids == FEATURES
@@ -46,12 +51,22 @@ def evaluate_draft(
     return run
 
 
-@pytest.fixture
-def draft(make_store: Callable[..., Path], model_folder: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def draft(store_path: Path, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
     settings = Settings(features=FEATURES, draft_vocab_size=128, steps=1, holdout=0)
-    store = make_store(tmp_path / "store", records=RECORDS)
-    train([store], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
-    return export_run(tmp_path / "run", tmp_path / "draft", checkpoint="untrained")
+    train([store_path], model_folder, folder / "run", settings, ranks=alone("cpu"))
+    return export_run(folder / "run", folder / "draft", checkpoint="untrained")
+
+
+@pytest.fixture(scope="module")
+def zeroed(draft: Path) -> Path:
+    """The draft with its head zeroed."""
+    folder = shutil.copytree(draft, draft.with_name("zeroed"))
+    tensors = load_file(str(folder / "model.safetensors"))
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+    save_file(tensors, str(folder / "model.safetensors"))
+    return folder
 
 
 # 3 checks of which none was accepted, as of a draft that says the same token everywhere.
@@ -60,13 +75,10 @@ NOTHING = Acceptance(3, 9, (0, 0, 0))
 
 @pytest.mark.parametrize("served", [None, NOTHING, Acceptance(3, 9, (1, 0, 0))], ids=["no engine", "none", "one"])
 def test_a_draft_whose_head_is_zeroed_is_said_to_be_so(
-    evaluate_draft: Callable[..., dict[str, Any]], draft: Path, served: Acceptance | None
+    evaluate_draft: Callable[..., dict[str, Any]], zeroed: Path, served: Acceptance | None
 ) -> None:
     """CASES 25: by its cause, whatever the target accepted of it, and not only as a low number."""
-    tensors = load_file(str(draft / "model.safetensors"))
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
-    save_file(tensors, str(draft / "model.safetensors"))
-    report = evaluate_draft(draft, served)
+    report = evaluate_draft(zeroed, served)
     cause = "the draft's lm_head is all zeros: it proposes the same token everywhere; export it again or train it"
     assert report["problem"] == cause
     assert format_report(report).splitlines()[-1] == f"PROBLEM: {cause}"
