@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.eagle3.test_draft import draft_one_chain
 from vllm_overlay.eagle3.acceptance import Acceptance, LoadedDraft, draft_chains, measure_acceptance, pool
 from vllm_overlay.eagle3.attention import make_spans
+from vllm_overlay.eagle3.batch import Document
 from vllm_overlay.eagle3.draft import Draft, DraftConfig
 
 CONFIG = DraftConfig(
@@ -59,6 +61,11 @@ def test_an_exact_copy_of_a_one_layer_target_is_always_right() -> None:
     loaded = make_draft()
     features, token_ids = write_as_one_layer_target(loaded, 42)
     assert len(set(token_ids.tolist())) > 5
+    # The layer as it is served, token by token with a cache, and not by our code, writes the same.
+    document = Document(token_ids, features, torch.zeros(42, 32), torch.ones(42, dtype=torch.bool))
+    with torch.no_grad():
+        states = draft_one_chain(loaded.draft, document, row=0, steps=40)
+        assert [int(loaded.draft.logits(state).argmax()) for state in states] == token_ids[2:].tolist()
     acceptance = measure_acceptance(loaded, features, token_ids, num_prompt_tokens=2, k=4)
     # Checks come after tokens 2, 7, 12, ..., 37; the one after 37 still has its 4 tokens inside the 42.
     assert acceptance == Acceptance(8, 32, (8, 8, 8, 8))
