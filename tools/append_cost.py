@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter, lanes
+from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter, writer
 
 LAYER_IDS = (2, 16, 29, 32)
 RECORDS = 256
@@ -44,7 +44,7 @@ def main() -> int:
             "device to host:", [measure(lambda: copy_to_host(on_device, rows)) for _ in range(args.rounds)], flush=True
         )
     for num_lanes in args.lanes:
-        lanes.MOST_LANES = num_lanes
+        writer.MOST_LANES = num_lanes
         for size in args.mebibytes:
             with tempfile.TemporaryDirectory(prefix="vllm-overlay-append-cost-", dir=args.store) as folder:
                 append, commit = measure_writer(Path(folder) / "store", rows, size << 20, args.rounds)
@@ -67,12 +67,12 @@ def measure_writer(store: Path, rows: torch.Tensor, file_bytes: int, rounds: int
     """Milliseconds of each round's append, and of its commit."""
     meta = StoreMeta(LAYER_IDS, rows.shape[2], "bfloat16", LAYER_IDS[-1], "made up", "f" * 64, "none", "V2")
     appends, commits = [], []
-    with StoreWriter.open(store, meta, rows_per_shard=max(1, file_bytes // meta.row_bytes)) as writer:
+    with StoreWriter.open(store, meta, rows_per_shard=max(1, file_bytes // meta.row_bytes)) as opened:
         for number in range(rounds):
-            first = writer.num_rows
-            appends.append(measure(writer.append, rows))
+            first = opened.num_rows
+            appends.append(measure(opened.append, rows))
             records = make_records(number, first, len(rows) // RECORDS)
-            commits.append(measure(writer.commit, records))
+            commits.append(measure(opened.commit, records))
     return appends, commits
 
 

@@ -6,17 +6,23 @@ import fcntl
 import functools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.store.errors import StoreError, naming_path
+from vllm_overlay.store.lanes import Lanes
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.shard import Shard, shrink_shard, sync_folder, write_fully
 
 SHARDS_FOLDER = "shards"
 
 COUNT_DIGITS = 20
+
+# Full shards are put on disk while others are written, so many at a time: a kernel that has the memory waits with rows
+# until somebody asks for them, and at the end of a run they would all be waited for.
+SYNC_LANES = 4
 
 # Shards that wait for a commit, 8 GiB: a process may open 1,024 files unless it is told otherwise.
 MOST_OPEN = 128
@@ -122,6 +128,9 @@ class RowLog:
         self._open: dict[int, Shard] = {}
         self._dirty: set[int] = set()
         self._has_new_names = False
+        self._lanes = Lanes(SYNC_LANES)
+        # Of full shards, which take no more rows.
+        self._syncs: dict[int, Future[None]] = {}
 
     def split_append(self, data: memoryview) -> list[Callable[[], None]]:
         """Calls that write the rows, one for each shard; in any order, or at the same time. Raises StoreError, and so
@@ -142,7 +151,12 @@ class RowLog:
         first = self.rows
         self._lock.write_count(first + count)
         self.rows += count
+        for number in [number for number in self._dirty if self._is_full(number) and number not in self._syncs]:
+            self._syncs[number] = self._lanes.start(self._open[number].sync)
         return first
+
+    def _is_full(self, number: int) -> bool:
+        return number < self.rows // self._rows_per_shard
 
     def _shard_to_write(self, number: int) -> Shard:
         if number == len(self.shards):
@@ -187,10 +201,14 @@ class RowLog:
         if self._has_new_names:
             sync_folder(self._folder / SHARDS_FOLDER)
             self._has_new_names = False
-        for number in sorted(self._dirty):
-            self._open[number].sync()
+        rest = [self._lanes.start(self._open[number].sync) for number in sorted(self._dirty - self._syncs.keys())]
+        started = [*self._syncs.values(), *rest]
+        wait(started)
+        for each in started:
+            each.result()
         self._dirty.clear()
-        for number in [full for full in self._open if full < self.rows // self._rows_per_shard]:
+        self._syncs.clear()
+        for number in [number for number in self._open if self._is_full(number)]:
             self._open.pop(number).close()
 
     def finish(self) -> None:
@@ -211,7 +229,8 @@ class RowLog:
             self.shards[-1] = ShardRows(last.number, last.file, last.first_row, rows)
 
     def release(self) -> None:
-        """Close the files and let go of the lock."""
+        """Close the files, on which nothing is under way then, and let go of the lock."""
+        self._lanes.stop()
         for shard in self._open.values():
             shard.close()
         self._open.clear()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import shutil
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,46 @@ def test_failed_sync_writes_no_record_and_none_after_it(
     assert [record.request_id for record in Store.open(store_path)] == ["before"]
     StoreWriter.open(store_path, meta).close()
     assert "log 1 of" in caplog.text and "2 of its 3 rows are in no record and were dropped" in caplog.text
+
+
+def test_full_shards_are_put_on_disk_before_anybody_commits(store_path, meta, make_rows, monkeypatch) -> None:
+    sync, synced = os.fdatasync, queue.SimpleQueue()
+
+    def note(fd: int) -> None:
+        sync(fd)
+        synced.put(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    with StoreWriter.open(store_path, meta, rows_per_shard=2) as writer:
+        writer.append(make_rows(5))
+        assert {synced.get(timeout=20) for _ in range(2)} == {"0001-00000.safetensors", "0001-00001.safetensors"}
+        assert synced.empty()
+        writer.commit([])
+        assert synced.get_nowait() == "0001-00002.safetensors"
+        assert synced.empty()
+
+
+def test_a_sync_that_failed_before_the_commit_is_not_forgotten(
+    store_path, meta, make_rows, make_record, monkeypatch
+) -> None:
+    """The kernel says it once for each open file: a second sync of this shard would succeed."""
+    sync, failed = os.fdatasync, threading.Event()
+
+    def fail_once(fd: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    with StoreWriter.open(store_path, meta, rows_per_shard=2) as writer:
+        writer.append(make_rows(2))
+        assert failed.wait(20)
+        with pytest.raises(StoreError, match=r"cannot sync .*0001-00000\.safetensors: Input/output error"):
+            writer.commit([make_record("lost", range(2))])
+        with pytest.raises(StoreError, match="rows may be lost, no further record is written"):
+            writer.commit([make_record("lost", range(2))])
+    assert len(Store.open(store_path)) == 0
 
 
 def test_error_in_the_transaction_leaves_no_half_batch(store_path, meta, make_rows, make_record, monkeypatch) -> None:
