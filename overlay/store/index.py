@@ -256,8 +256,22 @@ def lacks_tables(folder: Path) -> bool:
     with naming_path("read", log), suppress(FileNotFoundError):
         if log.stat().st_size:  # then something was committed, and the tables may be there
             return False
+    if is_being_filled(folder):
+        return True
     with closing(Index(folder, "ro&immutable=1")) as index:
         return not index.has_schema()
+
+
+def is_being_filled(folder: Path) -> bool:
+    """Whether the first transaction of the index is under way, or died: some of its pages may be there, torn.
+
+    The journal has at byte 16 how many pages the file had before, as a big-endian 32-bit number
+    (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+    """
+    journal = folder / f"{INDEX_FILE}-journal"
+    with naming_path("read", journal), suppress(FileNotFoundError), journal.open("rb") as file:
+        return file.read(20)[16:] == bytes(4)
+    return False
 
 
 def prepare_folder(folder: Path) -> None:

@@ -129,6 +129,30 @@ def test_a_replica_that_died_before_its_tables_is_passed_over(
     assert len(find_stores(folder)) == 4
 
 
+def test_a_replica_that_died_while_it_made_its_tables_is_passed_over(folder: Path, make_meta: MakeMeta) -> None:
+    """What `tools/crash_store.py --seed 11` left once: pages of the tables, torn, and the journal that undoes them."""
+    dead = folder / "replica-dead"
+    StoreWriter.open(dead, make_meta()).close()
+    index, journal = dead / "index.sqlite", dead / "index.sqlite-journal"
+    index.write_bytes(index.read_bytes()[:-5000])
+    with pytest.raises(StoreError, match="malformed"):
+        find_stores(folder)
+    # Magic, no record, a nonce, a file of 0 pages before, sectors of 512 bytes, pages of 4096.
+    journal.write_bytes(
+        bytes.fromhex("d9d505f920a163d7 00000000 766caa9b 00000000 00000200 00001000").ljust(512, b"\0")
+    )
+    assert [path.name for path in find_stores(folder)] == ["store", "replica-0-of-2", "replica-1-of-2"]
+    StoreWriter.open(dead, make_meta()).close()
+    assert dead in find_stores(folder)
+
+
+def test_a_journal_of_an_index_with_tables_does_not_hide_it(folder: Path) -> None:
+    """As for a moment when a writer leaves the write-ahead log."""
+    header = "d9d505f920a163d7 00000000 766caa9b 0000000a 00000200 00001000"
+    (folder / "index.sqlite-journal").write_bytes(bytes.fromhex(header).ljust(512, b"\0"))
+    assert folder in find_stores(folder)
+
+
 def test_a_store_that_died_before_its_tables_is_opened_by_the_next_writer(
     store_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord
 ) -> None:
