@@ -65,7 +65,9 @@ def do_task(task: Task, ranks: Ranks) -> None:
 
 
 def forget_the_run_before(device: torch.device) -> None:
-    """Its memory, and the most that it took: a run's `peak_memory` is to be its own."""
+    """Its memory and the most that it took, for a run's `peak_memory` is to be its own; and what it compiled, for torch
+    compiles a function so many times only."""
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
