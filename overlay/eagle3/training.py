@@ -286,6 +286,8 @@ def _describe_run(
             "digest": source.digest,
             "model_fingerprint": corpus.meta.model_fingerprint,
             "layers": list(corpus.stores[0].layer_ids),
+            # Of the rows: the digest is that of tokens and masks, which a store packed in float8 has as well.
+            "dtypes": [store.meta.dtype for store in corpus.stores],
         },
         "draft": asdict(draft.config),
         "target": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
@@ -28,6 +29,7 @@ from vllm_overlay.eagle3.target import load_target
 from vllm_overlay.eagle3.trainer import Share, Taken, Trainer
 from vllm_overlay.eagle3.training import _require_same_run, train
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.store import Store
 
 SETTINGS = Settings(
     features=(0, 2, 3),
@@ -179,6 +181,17 @@ def test_resuming_with_something_else_is_refused(
     other = make_store(tmp_path / "other", records=11)
     with pytest.raises(OverlayError, match="data digest"):
         train([other], model_folder, tmp_path / "run", replace(SETTINGS, steps=2), ranks=alone("cpu"), resume=True)
+
+
+def test_resuming_on_the_same_records_in_float8_is_refused(
+    store_path: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    importlib.import_module("pack_store").pack_store(Store.open(store_path), tmp_path / "packed")
+    settings = replace(SETTINGS, steps=2)
+    train([store_path], model_folder, tmp_path / "run", settings, ranks=alone("cpu"))
+    with pytest.raises(OverlayError, match=r"data dtypes = \['float32'\], not \['float8_e4m3"):
+        train([tmp_path / "packed"], model_folder, tmp_path / "run", settings, ranks=alone("cpu"), resume=True)
 
 
 @pytest.mark.parametrize(
