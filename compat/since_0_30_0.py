@@ -1,4 +1,5 @@
-"""vLLM from 0.30.0 on: KV-cache groups may keep no prefixes. The rest as in 0.29.0."""
+"""vLLM from 0.30.0 on: KV-cache groups may keep no prefixes, and the CPU does not decode speculatively. The rest as in
+0.29.0."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_overlay.compat.since_0_29_0 import *  # noqa: F403
+
+# 0.31.0 does again; the two have one seam.
+SPECULATIVE_DECODING_ON_CPU = False
 
 
 def settle_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Mapping[str, int]:

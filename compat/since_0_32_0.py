@@ -1,4 +1,4 @@
-"""vLLM from 0.32.0 on: workers are told of block hashes. The rest as in 0.30.0."""
+"""vLLM from 0.32.0 on: the CPU decodes speculatively, and workers are told of block hashes. The rest as in 0.30.0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm_overlay.compat import since_0_30_0
 from vllm_overlay.compat.since_0_30_0 import *  # noqa: F403
+
+SPECULATIVE_DECODING_ON_CPU = True
 
 
 def sharding_option(vllm_config: Any) -> str | None:

@@ -25,7 +25,7 @@ from tools.support_table import (
     render_all,
     replace_table,
 )
-from vllm_overlay.compat.releases import SUPPORTED
+from vllm_overlay.compat.releases import SUPPORTED, seam_for
 
 VERSIONS = {"vllm": "0.16.0+cpu", "torch": "2.10.0", "transformers": "4.57.6", "python": "3.11.7"}
 GREEN = Result("0.16.0", "2026-11-29", 100.4, "abc", VERSIONS, {check.name: Cell("passed", 1.0) for check in CHECKS})
@@ -54,6 +54,15 @@ def test_every_red_cell_is_explained_with_a_link_and_nothing_else_is() -> None:
     for one in explanations:
         assert results[one.release].cells[one.check].outcome != "passed", one
         assert one.link.startswith("https://"), one
+
+
+def test_vllms_counters_are_read_on_a_cpu_only_where_a_draft_was_served() -> None:
+    cells = {release: result.cells.get("draft served") for release, result in read_results(RESULTS).items()}
+    served = {release for release, cell in cells.items() if cell is not None and cell.outcome == "passed"}
+    read = {release for release in SUPPORTED if seam_for(release).SPECULATIVE_DECODING_ON_CPU}
+    # Each has its seam with a release that cannot.
+    assert served - read == {"0.22.1", "0.31.0"}
+    assert read <= served
 
 
 def test_a_red_cell_is_one_until_it_is_explained() -> None:
