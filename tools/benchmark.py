@@ -11,7 +11,8 @@ and is not counted. A round with capture ends when its records are in the store.
 before the first output, each step after it, what was slower than the usual step, and what came after the last token.
 The figure is the median of the pairs' quotients. The stores are written below --store (default: a temporary folder) and
 removed. At the end, without vLLM, what the accounting of such a decode step takes on the host, in microseconds:
-tools/step_cost.py says of which parts.
+tools/step_cost.py says of which parts. With vLLM's `--kv-cache-memory-bytes` the engines start at the same time,
+otherwise one after the other.
 
 With --replicas each side is so many engines, each on a GPU of its own, which share out the requests and write one
 store.
@@ -37,10 +38,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 SIDES = ("off", "on")
+MEMORY_OPTION = "--kv-cache-memory-bytes"  # from 0.11 on
 NATIVE = "native"
 
 # Returns when what a round captured is on disk.
@@ -120,7 +123,12 @@ class Side:
             )
             for replica in list_replicas(args.replicas)
         ]
-        self.facts: dict[str, Any] = self._read()[0]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The versions that it runs on; waits until its engine is there."""
+        facts: dict[str, Any] = self._read()[0]
+        return facts
 
     def run_round(self, workload: Workload, seed: int) -> Round:
         """The requests are shared out evenly, and the slowest replica's time counts."""
@@ -219,10 +227,13 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> Iterator[di
     report: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store))
-        # One after the other: on a GPU, vLLM measures free memory while it starts.
-        names = (*SIDES, NATIVE) if args.native else SIDES
-        sides = {name: stack.enter_context(Side(name, f"{folder}/{name}", args, engine_options)) for name in names}
-        report["versions"] = sides["on"].facts
+        sides: dict[str, Side] = {}
+        for name in (*SIDES, NATIVE) if args.native else SIDES:
+            sides[name] = stack.enter_context(Side(name, f"{folder}/{name}", args, engine_options))
+            # On a GPU, vLLM measures free memory while it starts, unless it is told what to take.
+            if MEMORY_OPTION not in engine_options:
+                _ = sides[name].facts
+        report["versions"] = [side.facts for side in sides.values()][SIDES.index("on")]
         for name in ("prefill", "decode"):
             report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
             yield report
