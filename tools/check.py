@@ -65,6 +65,7 @@ LIVE = (
     LiveModule("test_status_live", "it looks for our own patches in processes of ours", (NEWEST,)),
     LiveModule("test_serve_live", "the server above the engine ends it in other ways", ("0.16.0", NEWEST)),
     LiveModule("test_smollm2_live", "the model, not the release, is what it adds", (NEWEST,)),
+    LiveModule("test_served_drafts_live", "a CPU serves drafts there; the others are the matrix's", (NEWEST,)),
     LiveModule("test_ray_live", "skipped where Ray is not installed, as in the environments of the checks", (NEWEST,)),
     LiveModule("test_drafts_live", "the newest draft class takes every form; others by tools/cases.py", (NEWEST,)),
     LiveModule("test_prepare_live", "our own command; its one engine generates as any does", (NEWEST,)),

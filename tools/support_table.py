@@ -43,7 +43,7 @@ CHECKS = (
     Check("undo", "test_matrix_live", "test_undo_puts_the_originals_back"),
     Check("error text", "test_matrix_live", "test_error_text_is_no_less_than_stock"),
     Check("draft loads", "test_drafts_live", "test_every_tensor_is_a_parameter_and_every_parameter_a_tensor"),
-    Check("draft served", "test_matrix_live", "test_a_draft_of_ours_is_served"),
+    Check("draft served", "test_served_drafts_live", "test_a_draft_of_ours_is_served"),
 )
 
 

@@ -63,6 +63,12 @@ def clean_environment(extra: dict[str, str]) -> dict[str, str]:
     return kept | base | extra
 
 
+def overlay_environment(**settings: str | Path) -> dict[str, str]:
+    """The overlay switched on; a release that it has not seen is tried if the matrix was told to."""
+    policy = {name: os.environ[name] for name in ("VLLM_OVERLAY_POLICY",) if name in os.environ}
+    return {"VLLM_OVERLAY": "1"} | policy | {f"VLLM_OVERLAY_{name.upper()}": str(it) for name, it in settings.items()}
+
+
 def run_script(
     folder: Path,
     model: Path,
