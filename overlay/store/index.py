@@ -21,6 +21,7 @@ from vllm_overlay.store.parts import PARTS_SCHEMA
 logger = logging.getLogger("vllm_overlay.store")
 
 INDEX_FILE = "index.sqlite"
+JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 # 1: a record's checksum goes over its rows. 2: over the hashes of its rows (see checksum.py), and a record may have
 # several parts (see parts.py). 3: a record may begin after position 0 of its request.
 SCHEMA_VERSION = 3
@@ -265,12 +266,13 @@ def lacks_tables(folder: Path) -> bool:
 def is_being_filled(folder: Path) -> bool:
     """Whether the first transaction of the index is under way, or died: some of its pages may be there, torn.
 
-    The journal has at byte 16 how many pages the file had before, as a big-endian 32-bit number
-    (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+    The journal begins with a magic number and has at byte 16 how many pages the file had before, big-endian in 32 bits
+    (https://www.sqlite.org/fileformat.html#the_rollback_journal). Without the magic it is none: the file is as it is.
     """
     journal = folder / f"{INDEX_FILE}-journal"
     with naming_path("read", journal), suppress(FileNotFoundError), journal.open("rb") as file:
-        return file.read(20)[16:] == bytes(4)
+        header = file.read(20)
+        return header[:8] == JOURNAL_MAGIC and header[16:] == bytes(4)
     return False
 
 

@@ -123,7 +123,7 @@ class RowLog:
         self._meta = meta
         self._rows_per_shard = rows_per_shard
         self._lock = lock
-        # Only files that still take rows, or hold rows not synced yet, stay open: a long run makes more shards than a
+        # Files stay open until a commit has synced them and they take no more rows: a long run makes more shards than a
         # process may open files.
         self._open: dict[int, Shard] = {}
         self._dirty: set[int] = set()
@@ -196,6 +196,11 @@ class RowLog:
         """Shards that are open to be written."""
         return len(self._open)
 
+    @property
+    def has_failed_sync(self) -> bool:
+        """Whether a full shard could not be put on disk; `sync` raises what went wrong."""
+        return any(each.done() and each.exception() is not None for each in self._syncs.values())
+
     def sync(self) -> None:
         """Put every row on disk. Raises StoreError."""
         if self._has_new_names:
@@ -230,8 +235,10 @@ class RowLog:
 
     def release(self) -> None:
         """Close the files, on which nothing is under way then, and let go of the lock."""
-        self._lanes.stop()
-        for shard in self._open.values():
-            shard.close()
-        self._open.clear()
-        self._lock.release()
+        try:
+            self._lanes.stop()
+            for shard in self._open.values():
+                shard.close()
+            self._open.clear()
+        finally:
+            self._lock.release()

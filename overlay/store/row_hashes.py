@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ CHUNK_ROWS = 65_536
 
 # 64 MiB. A server writes for days; what is older and was in no record for long is hashed from disk when it is needed.
 KEPT_CHUNKS = 128
+
+PIECE = 16_384  # rows that are looked up at once
 
 
 class RowHashes:
@@ -48,16 +51,20 @@ class RowHashes:
         return hashes
 
 
-def group_by_chunk(rows: NDArray[np.int64], size: int) -> list[tuple[int, slice | NDArray[np.bool_]]]:
-    """The number of each chunk of `size` rows that some of these rows are in, and what selects those.
+def group_by_chunk(rows: NDArray[np.int64], size: int) -> Iterator[tuple[int, slice | NDArray[np.int64]]]:
+    """The number of a chunk of `size` rows, and which of these rows are in it; a chunk may come more than once.
 
-    A missing row (negative) is in none.
+    A missing row (negative) is in none. Neighbours are mostly in one chunk or two, so it goes piece by piece: all rows
+    of hundreds of records, held against every chunk that one of them is in, would take many times as long.
     """
-    if not len(rows):
-        return []
-    first, last = int(rows.min()) // size, int(rows.max()) // size
-    if first == last:
-        return [(first, slice(None))] if first >= 0 else []
-    chunk_of_row = rows // size
-    numbers = np.flatnonzero(np.bincount(chunk_of_row - first)) + first
-    return [(number, chunk_of_row == number) for number in numbers.tolist() if number >= 0]
+    for start in range(0, len(rows), PIECE):
+        piece = rows[start : start + PIECE]
+        first, last = int(piece.min()) // size, int(piece.max()) // size
+        if first == last:
+            if first >= 0:
+                yield first, slice(start, start + len(piece))
+            continue
+        chunk_of_row = piece // size
+        numbers = np.flatnonzero(np.bincount(chunk_of_row - first)) + first
+        for number in numbers[numbers >= 0].tolist():
+            yield number, start + np.flatnonzero(chunk_of_row == number)

@@ -77,7 +77,7 @@ class StoreWriter:
         self._shards_in_index = 0
         # After a failed sync the kernel may hold pages that will never reach the disk, and a second sync says nothing:
         # no more records then.
-        self._lost: StoreError | None = None
+        self._lost: BaseException | None = None
 
     @classmethod
     def open(
@@ -136,7 +136,7 @@ class StoreWriter:
         data = _view_bytes(rows)
         with self._lock:
             self._check_open()
-            if self._rows.num_open > MOST_OPEN:
+            if self._rows.num_open > MOST_OPEN or self._rows.has_failed_sync:
                 self._sync()
             writes = self._rows.split_append(data)
             done = self._lanes.run([*writes, *split_hashing(data, self.meta.row_bytes)])
@@ -189,8 +189,10 @@ class StoreWriter:
                 if self._lost is None:
                     self._finish()
             finally:
-                self._rows.release()
-                self._index.close()
+                try:
+                    self._rows.release()
+                finally:
+                    self._index.close()
 
     def _finish(self) -> None:
         folder = self._index.path.parent
@@ -226,7 +228,7 @@ class StoreWriter:
             raise StoreError(f"rows may be lost, no further record is written: {self._lost}") from self._lost
         try:
             self._rows.sync()
-        except StoreError as error:
+        except BaseException as error:  # a signal's too: what failed meanwhile would be heard of by nobody
             self._lost = error
             raise
 

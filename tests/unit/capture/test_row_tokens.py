@@ -7,6 +7,7 @@ import pytest
 
 from vllm_overlay.capture import row_tokens
 from vllm_overlay.capture.row_tokens import RowTokens
+from vllm_overlay.store import row_hashes
 
 
 @pytest.fixture
@@ -23,6 +24,14 @@ def test_tokens_are_found_in_any_order_and_a_missing_row_has_none(tokens: RowTok
     found = tokens.find(np.array([10, -1, 3, 4, 0, 0]))
     assert found.dtype == np.int64
     assert found.tolist() == [110, -1, 103, 104, 100, 100]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 16])
+def test_tokens_are_found_piece_by_piece(tokens: RowTokens, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_hashes, "PIECE", piece)
+    rows = [4, 5, 6, -1, -1, -1, 10, 0, 9, 3, 4, -1]
+    assert tokens.find(np.array(rows)).tolist() == [row if row < 0 else 100 + row for row in rows]
+    assert tokens.find(np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_dropped_chunks_are_gone_and_the_others_stay(tokens: RowTokens) -> None:

@@ -8,13 +8,14 @@ import queue
 import shutil
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter
+from vllm_overlay.store import Store, StoreError, StoreMeta, StoreWriter, log
 from vllm_overlay.store.index import Index
 from vllm_overlay.store.log import LogLock
 
@@ -171,6 +172,39 @@ def test_a_sync_that_failed_before_the_commit_is_not_forgotten(
         assert failed.wait(20)
         with pytest.raises(StoreError, match=r"cannot sync .*0001-00000\.safetensors: Input/output error"):
             writer.commit([make_record("lost", range(2))])
+        with pytest.raises(StoreError, match="rows may be lost, no further record is written"):
+            writer.commit([make_record("lost", range(2))])
+    assert len(Store.open(store_path)) == 0
+
+
+def test_a_full_shard_that_could_not_be_put_on_disk_stops_the_rows(store_path, meta, make_rows, monkeypatch) -> None:
+    """Not only the next commit, before which a server may write for long."""
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, StoreWriter.open(store_path, meta, rows_per_shard=2) as writer:
+        patch.setattr(os, "fdatasync", fail)
+        writer.append(make_rows(2))
+        with pytest.raises(StoreError, match=r"cannot sync .*0001-00000\.safetensors: Input/output error"):
+            for _ in range(1000):
+                writer.append(make_rows(1))
+                time.sleep(0.01)
+        assert writer.num_rows < 100
+
+
+def test_a_sync_that_was_interrupted_may_have_failed(store_path, meta, make_rows, make_record, monkeypatch) -> None:
+    """The kernel said it to nobody: a second sync would succeed."""
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                writer.commit([make_record("lost", range(2))])
         with pytest.raises(StoreError, match="rows may be lost, no further record is written"):
             writer.commit([make_record("lost", range(2))])
     assert len(Store.open(store_path)) == 0

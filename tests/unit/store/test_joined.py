@@ -146,10 +146,16 @@ def test_a_replica_that_died_while_it_made_its_tables_is_passed_over(folder: Pat
     assert dead in find_stores(folder)
 
 
-def test_a_journal_of_an_index_with_tables_does_not_hide_it(folder: Path) -> None:
-    """As for a moment when a writer leaves the write-ahead log."""
-    header = "d9d505f920a163d7 00000000 766caa9b 0000000a 00000200 00001000"
-    (folder / "index.sqlite-journal").write_bytes(bytes.fromhex(header).ljust(512, b"\0"))
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param("d9d505f920a163d7 00000000 766caa9b 0000000a", id="for a moment when a writer leaves the WAL"),
+        pytest.param("00000000", id="zeros, which a power cut may leave"),
+        pytest.param("", id="empty"),
+    ],
+)
+def test_a_journal_that_undoes_no_tables_does_not_hide_the_store(folder: Path, header: str) -> None:
+    (folder / "index.sqlite-journal").write_bytes(bytes.fromhex(header).ljust(512 if header else 0, b"\0"))
     assert folder in find_stores(folder)
 
 
