@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter, writer
+from vllm_overlay.store import PendingRecord, StoreMeta, StoreWriter, lanes
 
 LAYER_IDS = (2, 16, 29, 32)
 RECORDS = 256
@@ -44,7 +44,7 @@ def main() -> int:
             "device to host:", [measure(lambda: copy_to_host(on_device, rows)) for _ in range(args.rounds)], flush=True
         )
     for num_lanes in args.lanes:
-        writer.MOST_LANES = num_lanes
+        lanes.MOST_LANES = num_lanes
         for size in args.mebibytes:
             with tempfile.TemporaryDirectory(prefix="vllm-overlay-append-cost-", dir=args.store) as folder:
                 append, commit = measure_writer(Path(folder) / "store", rows, size << 20, args.rounds)

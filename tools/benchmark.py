@@ -11,8 +11,8 @@ and is not counted. A round with capture ends when its records are in the store.
 before the first output, each step after it, what was slower than the usual step, and what came after the last token.
 The figure is the median of the pairs' quotients. The stores are written below --store (default: a temporary folder) and
 removed. At the end, without vLLM, what the accounting of such a decode step takes on the host, in microseconds:
-tools/step_cost.py says of which parts. With vLLM's `--kv-cache-memory-bytes` the engines start at the same time,
-otherwise one after the other.
+tools/step_cost.py says of which parts. With vLLM's `--kv-cache-memory-bytes`, and a `--gpu-memory-utilization` that
+leaves room for all, the engines start at the same time, otherwise one after the other.
 
 With --replicas each side is so many engines, each on a GPU of its own, which share out the requests and write one
 store.
@@ -38,7 +38,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +122,12 @@ class Side:
             )
             for replica in list_replicas(args.replicas)
         ]
+        self.facts: dict[str, Any] = {}  # the versions that it runs on, when it is ready
 
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """The versions that it runs on; waits until its engine is there."""
-        facts: dict[str, Any] = self._read()[0]
-        return facts
+    def wait_until_ready(self) -> None:
+        """Until its engine is there; it may be called again."""
+        if not self.facts:
+            self.facts = self._read()[0]
 
     def run_round(self, workload: Workload, seed: int) -> Round:
         """The requests are shared out evenly, and the slowest replica's time counts."""
@@ -230,10 +229,12 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> Iterator[di
         sides: dict[str, Side] = {}
         for name in (*SIDES, NATIVE) if args.native else SIDES:
             sides[name] = stack.enter_context(Side(name, f"{folder}/{name}", args, engine_options))
-            # On a GPU, vLLM measures free memory while it starts, unless it is told what to take.
-            if MEMORY_OPTION not in engine_options:
-                _ = sides[name].facts
-        report["versions"] = [side.facts for side in sides.values()][SIDES.index("on")]
+            # On a GPU, vLLM measures free memory while it starts, unless it is told what the KV cache is to take.
+            if not any(option.partition("=")[0] == MEMORY_OPTION for option in engine_options):
+                sides[name].wait_until_ready()
+        for side in sides.values():
+            side.wait_until_ready()
+        report["versions"] = sides["on"].facts
         for name in ("prefill", "decode"):
             report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
             yield report

@@ -1,10 +1,11 @@
-"""README's table of what was run on several GPUs, from the newest results; what they lack is written as not run.
+"""README's table of what was run on several GPUs, from the newest results, which say what was not.
 
 usage: python tools/parallel_table.py           # prints the table
        python tools/parallel_table.py --readme  # writes it into README.md
 
 The results, tests/gpu/results/*-h200-x2.json, hold tools/benchmark.py's comparisons by name, and under `figures` the
-lines that tests/gpu/test_parallel_gpu.py and test_fsdp_gpu.py write into $GPU_RESULTS/figures.jsonl, by theirs.
+lines that tests/gpu/test_parallel_gpu.py and test_fsdp_gpu.py write into $GPU_RESULTS/figures.jsonl, by theirs. Below
+the table stand the lines of `not_run`: what failed, did not end, or was left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RESULTS = REPOSITORY / "tests" / "gpu" / "results"
 README = REPOSITORY / "README.md"
 BEGIN = "<!-- The table of several GPUs: written by `python3 tools/parallel_table.py --readme`, not by hand. -->"
 END = "<!-- End of the table of several GPUs. -->"
-NOT_RUN = "not run"
+NOT_RUN = "not run, or not to its end"
 
 BENCHMARKS = {
     "tensor_parallel_2": "Capture with tensor parallelism over 2: share of plain vLLM's tokens/s",
@@ -49,7 +50,8 @@ def render(results: Mapping[str, Any]) -> str:
         ("Training, tokens/s of two GPUs over one's", describe_speed(figures.get("speed, shapes of 8B"))),
     ]
     head = f"| {results['device']}, vLLM {results['versions']['vllm']}, {results['date']} | what was seen |"
-    return "\n".join([head, "|---|---|", *(f"| {title} | {seen or NOT_RUN} |" for title, seen in rows)])
+    table = [head, "|---|---|", *(f"| {title} | {seen or NOT_RUN} |" for title, seen in rows)]
+    return "\n".join([*table, "", *(f"- {line}" for line in results.get("not_run", []))]).rstrip()
 
 
 def describe_benchmark(sides: Mapping[str, Any]) -> str:

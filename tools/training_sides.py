@@ -206,7 +206,7 @@ def train_ours(work: Work, batches: Sequence[Sequence[int]], folder: Path, side:
     attention, compiled = OURS[side]
     settings, ranks = work.settings(attention, compiled), alone()
     target, source = load_target(work.model), Epochs.open([work.store], settings)
-    choose_attention(attention, ranks.device, target.config.head_dim)
+    choose_attention(attention, ranks.device, target.config.head_dim, settings.dtype)
     vocabulary = find_vocabulary(source.corpus, target, work)
     draft = make_draft(source.corpus, target, vocabulary).to(ranks.device)
     trainer = Trainer(draft, target, vocabulary, source, settings, ranks)

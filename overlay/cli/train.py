@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "mask", "flex"],
         default="auto",
         help="how packed records are kept apart: plain products and a mask, or PyTorch's flex attention, which needs a "
-        "GPU (default: auto, flex on a GPU)",
+        "GPU (default: auto, flex on a GPU in bfloat16)",
     )
     loop.add_argument(
         "--compile",

@@ -187,7 +187,7 @@ def _choose_vocabulary(
 def _settle(settings: Settings, source: Source, target: Target, device: torch.device) -> Settings:
     """Fill in what depends on the data and the machine. Raises OverlayError: what cannot be had on this machine."""
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
-    attention = choose_attention(settings.attention, device, target.config.head_dim)
+    attention = choose_attention(settings.attention, device, target.config.head_dim, dtype)
     compiled = settings.compile
     if compiled is None:
         compiled = device.type == "cuda" and attention == "flex"
@@ -205,10 +205,11 @@ def _settle(settings: Settings, source: Source, target: Target, device: torch.de
     )
 
 
-def choose_attention(wanted: str, device: torch.device, head_dim: int) -> str:
-    """ "auto": flex attention where it can be. Raises OverlayError: what is wanted cannot be."""
+def choose_attention(wanted: str, device: torch.device, head_dim: int, dtype: str) -> str:
+    """ "auto": flex attention where it can be and was run. Raises OverlayError: what is wanted cannot be."""
     if wanted == "auto":
-        return "flex" if device.type == "cuda" and head_dim >= SMALLEST_HEAD else "mask"
+        was_run = device.type == "cuda" and dtype == "bfloat16"
+        return "flex" if was_run and head_dim >= SMALLEST_HEAD else "mask"
     if wanted == "flex" and device.type != "cuda":
         raise OverlayError("--attention flex: it has no backward pass on a CPU; use --attention mask")
     if wanted == "flex" and head_dim < SMALLEST_HEAD:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_overlay.store import lanes
 from vllm_overlay.store.checksum import Hashes, checksum_hashes, split_hashing
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.extents import Extents, find_extents_of_each, pack_extents
 from vllm_overlay.store.index import Index, prepare_folder
-from vllm_overlay.store.lanes import MOST_LANES, Lanes
 from vllm_overlay.store.log import MOST_OPEN, LogLock, RowLog, lock_store, name_lock
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.parts import RECORD_COLUMNS, Part, insert_part
@@ -71,7 +71,7 @@ class StoreWriter:
         self._log = log
         self._rows = rows
         self._hashes = RowHashes(meta.row_bytes)
-        self._lanes = Lanes(min(MOST_LANES, os.cpu_count() or 1))
+        self._lanes = lanes.Lanes(min(lanes.MOST_LANES, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._closed = False
         self._shards_in_index = 0

@@ -22,13 +22,14 @@ def test_readme_holds_what_was_seen() -> None:
 def test_what_the_results_lack_was_not_run() -> None:
     assert set(cells(BARE).values()) == {NOT_RUN}
     assert len(cells(BARE)) == 11
+    assert render(BARE | {"not_run": ["this: it failed"]}) == render(BARE) + "\n\n- this: it failed"
 
 
 def test_a_workload_that_was_cut_off_was_not_run() -> None:
     prefill = {"on_over_off": 0.98114, "on_over_off_of_each_pair": [0.983, 0.979]}
     seen = cells(BARE | {"tensor_parallel_2": {"options": "", "prefill": prefill}})
     assert seen["Capture with tensor parallelism over 2: share of plain vLLM's tokens/s"] == (
-        "prefill 0.981 (2 pairs), decode not run"
+        f"prefill 0.981 (2 pairs), decode {NOT_RUN}"
     )
     assert seen["Capture with pipeline parallelism over 2: the same"] == NOT_RUN
 

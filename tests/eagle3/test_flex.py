@@ -97,8 +97,10 @@ def test_what_a_cpu_cannot_do_is_refused(store_path: Path, model_folder: Path, t
 
 def test_the_choice_of_attention() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert (choose_attention("auto", gpu, 128), choose_attention("auto", cpu, 128)) == ("flex", "mask")
-    assert choose_attention("auto", gpu, 8) == "mask"
-    assert choose_attention("flex", gpu, 64) == "flex"
+    assert choose_attention("auto", gpu, 128, "bfloat16") == "flex"
+    assert choose_attention("auto", gpu, 128, "float32") == "mask"
+    assert choose_attention("auto", cpu, 128, "bfloat16") == "mask"
+    assert choose_attention("auto", gpu, 8, "bfloat16") == "mask"
+    assert choose_attention("flex", gpu, 64, "float32") == "flex"
     with pytest.raises(OverlayError, match="heads have 16 dimensions or more, the target's have 8"):
-        choose_attention("flex", gpu, 8)
+        choose_attention("flex", gpu, 8, "bfloat16")
