@@ -195,6 +195,15 @@ def test_sigterm_ends_a_run_with_a_checkpoint(live: LiveStore, model_folder: Pat
     assert [line["tokens"] for line in folder.metrics] == [60, 60, 60, 40]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also in tests that a shell runs in the background, where it is ignored from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_does_what_it_did_before() -> None:
     said: list[str] = []
     with stopping_at_signals(said.append) as stop:
