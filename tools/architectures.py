@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import architecture_fields
-from architecture_table import CAPTURED, README, RESULTS, Results, Row, column_of, read_results, render, replace_table
+from architecture_table import BEGIN, CAPTURED, END, README, RESULTS, Results, Row, column_of, read_results, render
 from environments import RELEASES, REPOSITORY, make_environment, run_variables
+from readme_table import replace_table
 
 TOLERANCE = 1e-4
 RUN = REPOSITORY / "tools" / "architecture_run.py"
@@ -179,7 +180,7 @@ def digest(architecture: str) -> str:
 
 def write_readme() -> int:
     table = render(read_results(RESULTS))
-    README.write_text(replace_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+    README.write_text(replace_table(README.read_text(encoding="utf-8"), BEGIN, table, END), encoding="utf-8")
     return 0
 
 

@@ -40,8 +40,11 @@ from environments import (
     make_environment,
     run_variables,
 )
+from readme_table import replace_table
 from support_table import (
+    BEGIN,
     CHECKS,
+    END,
     EXPLANATIONS,
     README,
     RESULTS,
@@ -54,7 +57,6 @@ from support_table import (
     read_results,
     render,
     render_all,
-    replace_table,
 )
 
 # What a result depends on, beside the release: a result made of other sources is made again.
@@ -278,7 +280,7 @@ def log_file(release: str) -> Path:
 
 def write_readme() -> int:
     table = render_all(read_results(RESULTS), read_explanations(EXPLANATIONS), RELEASES)
-    README.write_text(replace_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+    README.write_text(replace_table(README.read_text(encoding="utf-8"), BEGIN, table, END), encoding="utf-8")
     return 0
 
 

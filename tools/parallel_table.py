@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from readme_table import replace_table
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "tests" / "gpu" / "results"
 README = REPOSITORY / "README.md"
@@ -117,18 +119,13 @@ def describe_speed(figures: Mapping[str, Any] | None) -> str:
     )
 
 
-def replace_table(text: str, table: str) -> str:
-    """The README with another table. Errors: ValueError if the comments are not there."""
-    return f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{table}\n\n{text[text.index(END) :]}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readme", action="store_true", help="write it into README.md")
     args = parser.parse_args()
     table = render(read_newest())
     if args.readme:
-        README.write_text(replace_table(README.read_text(encoding="utf-8"), table), encoding="utf-8")
+        README.write_text(replace_table(README.read_text(encoding="utf-8"), BEGIN, table, END), encoding="utf-8")
     else:
         print(table)
     return 0

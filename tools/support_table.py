@@ -199,8 +199,3 @@ def _render_cell(result: Result, check: str, numbers: Mapping[tuple[str, str], i
 def read_table(text: str) -> str:
     """What stands between the two comments of a README. Errors: ValueError if they are not there."""
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip("\n")
-
-
-def replace_table(text: str, table: str) -> str:
-    """The README with another table. Errors: ValueError if the comments are not there."""
-    return f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{table}\n\n{text[text.index(END) :]}"

@@ -18,8 +18,8 @@ from tools.architecture_table import (
     read_results,
     read_table,
     render,
-    replace_table,
 )
+from tools.readme_table import replace_table
 from vllm_overlay.compat.releases import SUPPORTED
 
 NEWEST = "0.32.0"
@@ -101,7 +101,7 @@ def test_counts_and_cells() -> None:
 
 def test_the_table_is_put_between_its_comments_and_results_are_read_back(tmp_path: Path) -> None:
     text = f"before\n\n{BEGIN}\n\nold\n\n{END}\nafter\n"
-    assert read_table(replace_table(text, "new")) == "new"
+    assert read_table(replace_table(text, BEGIN, "new", END)) == "new"
     FOUND.write(tmp_path)
     replace(FOUND, release="0.16.0").write(tmp_path)
     assert read_results(tmp_path) == [replace(FOUND, release="0.16.0"), FOUND]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.readme_table import replace_table
 from tools.support_table import (
     BEGIN,
     CHECKS,
@@ -23,7 +24,6 @@ from tools.support_table import (
     read_table,
     render,
     render_all,
-    replace_table,
 )
 from vllm_overlay.compat.releases import SUPPORTED, seam_for
 
@@ -113,10 +113,10 @@ def test_what_tests_noted_is_a_table_of_its_own() -> None:
 
 def test_the_table_is_put_between_its_comments() -> None:
     text = f"before\n\n{BEGIN}\n\nold\n\n{END}\nafter\n"
-    assert replace_table(text, "new") == text.replace("old", "new")
-    assert read_table(replace_table(text, "new")) == "new"
+    assert replace_table(text, BEGIN, "new", END) == text.replace("old", "new")
+    assert read_table(replace_table(text, BEGIN, "new", END)) == "new"
     with pytest.raises(ValueError, match="not found"):
-        replace_table("no comments", "new")
+        replace_table("no comments", BEGIN, "new", END)
 
 
 def test_results_are_read_back_oldest_release_first(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from case_models import CASE_MODELS
+from forks import answer_in_fork, register_own_models
 from generate import generate
 
 
@@ -45,20 +47,9 @@ def list_groups(worker: Any) -> list[tuple[str, int]]:
     return [(type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size) for group in groups]
 
 
-def run_forked(name: str, plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    answer, log = folder / f"{name}.json", folder / f"{name}.log"
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        activate_anew(plan["variables"])
-        answer.write_text(json.dumps(run(plan)))
-        os._exit(0)
-    os.waitpid(child, 0)
-    if not answer.is_file():
-        raise RuntimeError(f"the engine {name!r} left no answer: {log.read_text()[-3000:]}")
-    return json.loads(answer.read_text())
+def run_anew(plan: dict[str, Any]) -> dict[str, Any]:
+    activate_anew(plan["variables"])
+    return run(plan)
 
 
 def activate_anew(variables: dict[str, str]) -> None:
@@ -70,22 +61,16 @@ def activate_anew(variables: dict[str, str]) -> None:
     activation._STATE.settings = read_settings()
 
 
-def register_models(names: list[str]) -> None:
-    """Ours; and vLLM's own, or it would import itself once more in another process to ask them a few questions."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for model in CASE_MODELS:
-        ModelRegistry.register_model(model.__name__, model)
-    for name in names:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
 if __name__ == "__main__":
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import ModelRegistry
 
     file, out = map(Path, sys.argv[1:])
     whole = json.loads(file.read_text())
-    register_models(whole["models"])
-    out.write_text(json.dumps({name: run_forked(name, one, out.parent) for name, one in whole["engines"].items()}))
+    for model in CASE_MODELS:
+        ModelRegistry.register_model(model.__name__, model)
+    register_own_models(whole["models"])
+    found = {name: answer_in_fork(name, out.parent, partial(run_anew, one)) for name, one in whole["engines"].items()}
+    out.write_text(json.dumps(found))

@@ -1,6 +1,4 @@
-"""A user's scripts: a target alone, and then with one draft after the other.
-
-Each runs in a fork of a process that has imported everything: nothing is imported twice.
+"""A user's scripts: a target alone, and then with one draft after the other, each in a fork.
 
 usage: serve_exported.py PLAN.json; the plan holds `engine` (keyword arguments), `drafts` (folders by name), `prompts`
 as token ids, `max_tokens` of each prompt, and `out`. There goes, by draft and under `alone`, what `serve` returns.
@@ -9,10 +7,12 @@ as token ids, `max_tokens` of each prompt, and `out`. There goes, by draft and u
 from __future__ import annotations
 
 import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from forks import answer_in_fork, register_own_models
 
 NUM_DRAFT_TOKENS = 3
 # Of the target, and of a draft in the plain form and in speculators'.
@@ -51,37 +51,14 @@ def read_counters(llm: Any) -> dict[str, Any]:
     }
 
 
-def serve_forked(plan: dict[str, Any], name: str, draft: str | None) -> dict[str, Any]:
-    folder = Path(plan["out"]).parent
-    answer, log = folder / f"{name}.json", folder / f"{name}.log"
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        answer.write_text(json.dumps(serve(plan, draft)))
-        os._exit(0)
-    os.waitpid(child, 0)
-    if not answer.is_file():
-        raise RuntimeError(f"{name} left no answer: {log.read_text()[-3000:]}")
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
-
-
-def register_models() -> None:
-    """Or vLLM would import itself once more in another process to ask each of them a few questions."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
 if __name__ == "__main__":
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
     plan = json.loads(Path(sys.argv[1]).read_text())
-    register_models()
+    out = Path(plan["out"])
+    register_own_models(ARCHITECTURES)
     drafts = {"alone": None, **plan["drafts"]}
-    Path(plan["out"]).write_text(json.dumps({name: serve_forked(plan, name, draft) for name, draft in drafts.items()}))
+    found = {name: answer_in_fork(name, out.parent, partial(serve, plan, draft)) for name, draft in drafts.items()}
+    out.write_text(json.dumps(found))
