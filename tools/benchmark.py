@@ -1,7 +1,7 @@
 """What capture costs: tokens/s of the same vLLM with capture on, over off, for prefill and for decode, in one run.
 
 usage: python tools/benchmark.py --model MODEL [--prefill 64x256] [--decode 32x64+128] [--rounds 6] [--native]
-       [--replicas 1] [--output FILE.json] [-- vLLM engine options]
+       [--disk FOLDER] [--replicas 1] [--output FILE.json] [-- vLLM engine options]
 
 Two engines, each in a process of its own, one with capture on and one without, are alive at the same time and take
 turns: off, on, on, off, and so on. A shared machine changes its speed by a third within minutes, which comparing one
@@ -16,8 +16,10 @@ leaves room for all, the engines start at the same time, otherwise one after the
 
 With --replicas each side is so many engines, each on a GPU of its own, which share out the requests and write one
 store.
-With --native a third engine takes its turn, with vLLM's own `extract_hidden_states` (from 0.22 on) for the same layers:
-it keeps the rows of the prompts only. Its round ends when its files are written; they are then removed.
+With --native a further engine takes its turn, with vLLM's own `extract_hidden_states` (from 0.22 on) for the same
+layers: it keeps the rows of the prompts only. Its round ends when its files are written; they are then removed.
+With --disk a further engine captures into a store in that folder, where --store is memory (/dev/shm). It takes part in
+the first --disk-rounds pairs, because nothing of its store is removed before the end.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 SIDES = ("off", "on")
+DISK = "disk"
 MEMORY_OPTION = "--kv-cache-memory-bytes"  # from 0.11 on
 NATIVE = "native"
 
@@ -104,12 +107,15 @@ class Round:
 class Side:
     """An engine in a process of its own, or one a replica, which run a round when they are told to."""
 
-    def __init__(self, name: str, store: str, args: argparse.Namespace, engine_options: list[str]) -> None:
+    def __init__(self, name: str, folder: str, args: argparse.Namespace, engine_options: list[str]) -> None:
+        store = f"{folder}/{name}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_OVERLAY")}
         if name == NATIVE:
             engine_options = [*engine_options, *extract_natively(args, store)]
-        if name == "on":
+        if name in ("on", DISK):
             environment |= {"VLLM_OVERLAY": "1", "VLLM_OVERLAY_CAPTURE": store, "VLLM_OVERLAY_LAYERS": args.layers}
+        if name == DISK:  # it may start while the engine with the same graphs compiles them
+            environment["VLLM_CACHE_ROOT"] = f"{folder}/cache"
         command = [sys.executable, __file__, "--serve-side", name, "--model", args.model, "--", *engine_options]
         self._processes = [
             subprocess.Popen(
@@ -200,10 +206,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the figures here as JSON too")
     parser.add_argument("--replicas", type=int, default=1, help="engines on each side, one a GPU (default: 1)")
     parser.add_argument("--native", action="store_true", help="measure vLLM's own extract_hidden_states as well")
-    parser.add_argument("--serve-side", choices=(*SIDES, NATIVE), help=argparse.SUPPRESS)
+    parser.add_argument("--disk", metavar="FOLDER", help="measure capture into a store in this folder as well")
+    parser.add_argument("--disk-rounds", type=int, default=2, help="pairs that it is counted in (default: 2)")
+    parser.add_argument("--serve-side", choices=(*SIDES, NATIVE, DISK), help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     if args.serve_side:
         return _serve(args, engine_options)
+    if min(args.rounds, args.disk_rounds) < 1:
+        parser.error("--rounds and --disk-rounds count from 1")
     for report in _compare(args, engine_options):
         text = json.dumps(report, indent=2)
         if args.output:
@@ -225,10 +235,12 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> Iterator[di
     command = shlex.join(["python", *sys.argv]).replace(str(Path.home()), "~")
     report: dict[str, Any] = {"command": command, "date": time.strftime("%Y-%m-%d")}
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=args.store))
+        folders = dict.fromkeys((*SIDES, *([NATIVE] if args.native else [])), make_scratch(stack, args.store))
+        if args.disk:
+            folders[DISK] = make_scratch(stack, args.disk)
         sides: dict[str, Side] = {}
-        for name in (*SIDES, NATIVE) if args.native else SIDES:
-            sides[name] = stack.enter_context(Side(name, f"{folder}/{name}", args, engine_options))
+        for name, folder in folders.items():
+            sides[name] = stack.enter_context(Side(name, folder, args, engine_options))
             # On a GPU, vLLM measures free memory while it starts, unless it is told what the KV cache is to take.
             if not any(option.partition("=")[0] == MEMORY_OPTION for option in engine_options):
                 sides[name].wait_until_ready()
@@ -236,42 +248,54 @@ def _compare(args: argparse.Namespace, engine_options: list[str]) -> Iterator[di
             side.wait_until_ready()
         report["versions"] = sides["on"].facts
         for name in ("prefill", "decode"):
-            report[name] = _compare_workload(name, Workload.parse(getattr(args, name)), sides, args.rounds)
+            workload = Workload.parse(getattr(args, name))
+            report[name] = _compare_workload(name, workload, sides, args.rounds, args.disk_rounds)
             yield report
         report["capture"] = [side.end() for side in sides.values()][SIDES.index("on")]
         decode = Workload.parse(args.decode)
-        costs = measure(Path(folder) / "step-cost", decode.requests, decode.tokens_in, decode.tokens_out)
+        costs = measure(Path(folders["on"]) / "step-cost", decode.requests, decode.tokens_in, decode.tokens_out)
         report["host_microseconds_per_decode_step"] = {part: round(cost, 1) for part, cost in costs.items()}
     yield report
 
 
-def _compare_workload(name: str, workload: Workload, sides: dict[str, Side], rounds: int) -> dict[str, Any]:
+def make_scratch(stack: ExitStack, parent: str | None) -> str:
+    """A temporary folder that is removed with the stack."""
+    return stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-overlay-benchmark-", dir=parent))
+
+
+def _compare_workload(
+    name: str, workload: Workload, sides: dict[str, Side], rounds: int, disk_rounds: int
+) -> dict[str, Any]:
     pairs = []
     for number in range(rounds + 1):
-        order = list(sides) if number % 2 else list(sides)[::-1]
+        playing = [side for side in sides if side != DISK or number <= disk_rounds]
+        order = playing if number % 2 else playing[::-1]
         pair = {side: sides[side].run_round(workload, seed=1000 * len(name) + number) for side in order}
         speeds = {side: pair[side].speed for side in pair}
         print(f"{name}, pair {number}: {speeds}, {speeds['on'] / speeds['off']:.3f}", file=sys.stderr)
-        for side, played in pair.items():
-            parts = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in played.split().items())
+        for side, round_played in pair.items():
+            parts = ", ".join(f"{part} {milliseconds:.1f}" for part, milliseconds in round_played.split().items())
             print(f"    milliseconds {side}: {parts}", file=sys.stderr)
         pairs.append(pair)
     counted = pairs[1:]
     report: dict[str, Any] = {}
     for side in sides:
-        report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side].speed for pair in counted), 1)
-        splits = [pair[side].split() for pair in counted]
+        played = [pair for pair in counted if side in pair]
+        report[f"tokens_per_second_{side}"] = round(statistics.median(pair[side].speed for pair in played), 1)
+        splits = [pair[side].split() for pair in played]
         report[f"milliseconds_{side}"] = {
             part: round(statistics.median(split[part] for split in splits), 2) for part in splits[0]
-        } | {"steps": statistics.median(len(pair[side].step_ends) for pair in counted)}
-    for side in [side for side in sides if side != "off"]:
-        quotients = [pair[side].speed / pair["off"].speed for pair in counted]
+        } | {"steps": statistics.median(len(pair[side].step_ends) for pair in played)}
+        report[f"rounds_{side}"] = [round(pair[side].speed, 1) for pair in played]
+        if side == "off":
+            continue
+        quotients = [pair[side].speed / pair["off"].speed for pair in played]
         report[f"{side}_over_off"] = round(statistics.median(quotients), 4)
         report[f"{side}_over_off_of_each_pair"] = [round(quotient, 3) for quotient in quotients]
         report[f"milliseconds_after_the_last_token_{side}"] = [
-            round(1000 * pair[side].seconds_after, 1) for pair in counted
+            round(1000 * pair[side].seconds_after, 1) for pair in played
         ]
-    return report | {f"rounds_{side}": [round(pair[side].speed, 1) for pair in counted] for side in sides}
+    return report
 
 
 def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
@@ -288,6 +312,7 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
     ends: dict[str, EndRound] = {
         "off": lambda outputs: None,
         "on": lambda outputs: llm.collective_rpc("overlay_flush"),
+        DISK: lambda outputs: llm.collective_rpc("overlay_flush"),
         NATIVE: wait_for_native_files,
     }
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
@@ -299,7 +324,7 @@ def _serve(args: argparse.Namespace, engine_options: list[str]) -> int:
                 break
             times = _time_round(llm, Workload(*message["round"]), message["seed"], ends[args.serve_side])
             print(json.dumps(times), file=answers)
-        counts = llm.collective_rpc("overlay_flush")[0] if args.serve_side == "on" else {}
+        counts = llm.collective_rpc("overlay_flush")[0] if args.serve_side in ("on", DISK) else {}
     finally:
         shut_down(llm)
     print(json.dumps(counts), file=answers)

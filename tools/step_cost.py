@@ -1,4 +1,4 @@
-"""What capture costs the host at each step, in microseconds, without vLLM and without a GPU.
+"""What capture costs the host at each step, in microseconds, without vLLM.
 
 usage: python tools/step_cost.py [--requests 256 1024] [--steps 256] [--prompt 128] [--tokens all] [--store FOLDER]
 
@@ -11,7 +11,8 @@ The parts, for each decode step, as medians over the steps (a busy machine makes
 
     read      the scheduler's output is taken apart (CaptureSession._read_step)
     plan      every row gets its request, position and number (RowBook.plan)
-    send      the rows are copied, on a CPU by torch (CpuTransfer.send); on a GPU this is another code
+    send      the rows are copied: on a CPU by torch (CpuTransfer.send); where there is a GPU the rows are on it, and
+              this is what starting their way to the host takes (CudaTransfer.send)
     post      what the writer's thread is to do is put into its queue (Recorder.write)
     step      all of it as the thread that runs the model sees it, with the writer's thread at work beside it
     writer    CPU time of the writer's thread, mean; it holds the interpreter's lock for most of it. Steps of the same
@@ -78,7 +79,8 @@ class PlayedSession(CaptureSession):
     """A session with the parts that a step uses, of a worker that there is not."""
 
     def __init__(self, recorder: Recorder, num_requests: int, max_tokens: int, num_blocks: int, tokens: str) -> None:
-        buffer = torch.ones(max_tokens, len(META.layer_ids), META.hidden_size)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        buffer = torch.ones(max_tokens, len(META.layer_ids), META.hidden_size, device=device)
         self._settings: Any = SimpleNamespace(sample=1.0, tokens=tokens)
         self._recorder = recorder
         self._taps = Taps(META.layer_ids, buffer, ())
@@ -90,7 +92,7 @@ class PlayedSession(CaptureSession):
         self._recording = True
         self._look_at_row = FEWEST_CHUNKS * CHUNK_ROWS
         keys = tuple(f"{number}-0a1b2c3d" for number in range(num_requests))
-        token_ids = torch.full((max_tokens,), TOKEN, dtype=torch.int32)
+        token_ids = torch.full((max_tokens,), TOKEN, dtype=torch.int32, device=device)
         self._seam: Any = SimpleNamespace(
             step_order=lambda worker: keys,
             step_token_ids=lambda worker: token_ids,

@@ -36,7 +36,7 @@ def test_pairs_are_compared_side_by_side_and_the_first_one_warms_up(benchmark: M
         "off": PlayedSide(benchmark, "off", [(9, 0), (1, 0), (2, 0), (4, 0)], turns),
         "on": PlayedSide(benchmark, "on", [(1, 0), (1, 0.25), (2, 0), (4, 4)], turns),
     }
-    report = benchmark._compare_workload("decode", benchmark.Workload.parse("4x16+32"), sides, 3)
+    report = benchmark._compare_workload("decode", benchmark.Workload.parse("4x16+32"), sides, 3, 2)
     assert report["on_over_off_of_each_pair"] == [0.8, 1.0, 0.5]
     assert report["on_over_off"] == 0.8
     assert report["milliseconds_after_the_last_token_on"] == [250.0, 0.0, 4000.0]
@@ -44,6 +44,18 @@ def test_pairs_are_compared_side_by_side_and_the_first_one_warms_up(benchmark: M
     assert [name for name, _ in turns] == ["on", "off", "off", "on", "on", "off", "off", "on"]
     seeds = [seed for _, seed in turns]
     assert seeds[::2] == seeds[1::2] and len(set(seeds)) == 4
+
+
+def test_a_disk_takes_part_in_the_first_pairs_only(benchmark: ModuleType) -> None:
+    turns: list[Any] = []
+    times = {"off": [1] * 4, "on": [1] * 4, "disk": [9, 2, 4]}
+    sides = {
+        name: PlayedSide(benchmark, name, [(seconds, 0) for seconds in played], turns) for name, played in times.items()
+    }
+    report = benchmark._compare_workload("decode", benchmark.Workload.parse("4x16+32"), sides, 3, 2)
+    assert [name for name, _ in turns].count("disk") == 3
+    assert report["disk_over_off_of_each_pair"] == [0.5, 0.25]
+    assert report["on_over_off_of_each_pair"] == [1.0, 1.0, 1.0]
 
 
 def test_a_round_is_split_into_parts_that_add_up_to_it(benchmark: ModuleType) -> None:
