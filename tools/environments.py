@@ -28,6 +28,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.9"
 EXTRAS = "demo,dev,train"
 NEWEST_PYTHON = (3, 13)
+# What a build of the project reads.
+FOLDERS = ("overlay", "patches", "compat", "tools")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,24 @@ def bootstrap_uv() -> str:
 
 
 def build_wheel(uv: str, output: Path) -> Path:
-    """The working tree's wheel, by way of its sdist: built in place, a file removed since would still be in it."""
-    run([uv, "build", "--quiet", "--out-dir", str(output), str(REPOSITORY)])
+    """The working tree's wheel, by way of its sdist: built in place, a file removed since would still be in it.
+
+    Of a copy, so that several processes can build at once: setuptools lays the sdist's files out in a folder of the
+    tree, `vllm_overlay-VERSION`, and removes it. uv locks a tree for that, but only where the backend is setuptools by
+    name, and ours is build_hooks.py.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-overlay-source-") as tree:
+        copy_sources(Path(tree))
+        run([uv, "build", "--quiet", "--out-dir", str(output), tree])
     return next(output.glob("*.whl"))
+
+
+def copy_sources(tree: Path) -> None:
+    """Copy what a build reads into a folder that is there."""
+    for folder in FOLDERS:
+        shutil.copytree(REPOSITORY / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(REPOSITORY / file, tree / file)
 
 
 def create(uv: str, folder: Path, interpreter: Interpreter) -> None:

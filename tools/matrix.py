@@ -62,7 +62,7 @@ from support_table import (
 # What a result depends on, beside the release: a result made of other sources is made again.
 SOURCES = ("overlay/**/*.py", "patches/*.py", "compat/*.py", "tests/live/scripts/*.py", "tests/live/runs.py")
 MODULES = tuple(dict.fromkeys(check.module for check in CHECKS))
-# One environment is made at a time: it takes the network and the disk, and the wheel is built in the working tree.
+# One environment is made at a time: it takes the network and the disk.
 MAKING = threading.Lock()
 ASK_VERSIONS = """
 import json, platform
@@ -77,10 +77,17 @@ class MatrixError(Exception):
     """A release could not be run at all; one line that says why."""
 
 
-def run_release(release: Release, sources: str, extra: dict[str, str], checks: Sequence[Check] = CHECKS) -> Result:
+def run_release(
+    release: Release,
+    sources: str,
+    extra: dict[str, str],
+    checks: Sequence[Check] = CHECKS,
+    known: Result | None = None,
+) -> Result:
     """Make the release's environment, run the checks in it, and read what each came to.
 
-    Errors: MatrixError when there is no environment to run in.
+    `known` is the result that these checks are to be added to. Errors: MatrixError, before any check is run, when there
+    is no environment to run in, or `known` is of other versions.
     """
     try:
         with MAKING:
@@ -89,6 +96,8 @@ def run_release(release: Release, sources: str, extra: dict[str, str], checks: S
         versions = ask_versions(folder, variables)
     except (NoInterpreter, NoLibrary, subprocess.CalledProcessError) as error:
         raise MatrixError(f"{release.vllm}: no environment: {error}") from error
+    if known is not None:
+        refuse_other_versions(known, versions)
     began = time.monotonic()
     cells = run_checks(release, folder, variables, checks)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -103,17 +112,16 @@ def ask_versions(folder: Path, variables: dict[str, str]) -> dict[str, str]:
     return versions
 
 
-def add_to(known: Result | None, found: Result) -> Result:
-    """A release's result with the cells of checks that were run by themselves, which keep their date and sources.
-
-    Errors: MatrixError if there is no result, or one of other versions.
-    """
-    if known is None:
-        raise MatrixError(f"{found.release}: has no result to add to; run it without --check")
-    if known.versions != found.versions:
-        was, now = ({f"{name} {version}" for name, version in one.versions.items()} for one in (known, found))
+def refuse_other_versions(known: Result, versions: dict[str, str]) -> None:
+    """Errors: MatrixError if a release's result was made with other versions than these."""
+    if known.versions != versions:
+        was, now = ({f"{name} {version}" for name, version in one.items()} for one in (known.versions, versions))
         differing = f"{', '.join(sorted(was - now))}, now {', '.join(sorted(now - was))}"
-        raise MatrixError(f"{found.release}: its result was made with {differing}; run it without --check")
+        raise MatrixError(f"{known.release}: its result was made with {differing}; run it without --check")
+
+
+def add_to(known: Result, found: Result) -> Result:
+    """A release's result with the cells of checks that were run by themselves, which keep their date and sources."""
     later = {
         name: dataclasses.replace(cell, date=found.date, sources=found.sources) for name, cell in found.cells.items()
     }
@@ -210,7 +218,8 @@ def is_current(result: Result | None, sources: str, checks: Sequence[Check]) -> 
 def run_releases(releases: Sequence[str], *, again: bool, jobs: int, checks: Sequence[Check] = CHECKS) -> int:
     """Run them, `jobs` at a time, writing each result as it comes. The exit status.
 
-    Checks that are not all are written into the results that are there.
+    Checks that are not all are written into the results that are there; a release that has none is refused before any
+    is run.
     """
     began = time.monotonic()
     sources = digest_sources()
@@ -218,14 +227,24 @@ def run_releases(releases: Sequence[str], *, again: bool, jobs: int, checks: Seq
     current = [release for release in releases if not again and is_current(known.get(release), sources, checks)]
     for release in current:
         say(f"{release}: skipped, its result of {known[release].date} was made of these sources; --again runs it")
-    to_run = [release for release in releases if release not in current]
+    refused = {
+        release: f"{release}: not run, has no result to add to; run it without --check"
+        for release in releases
+        if checks != CHECKS and release not in known
+    }
+    for line in refused.values():
+        say(line)
+    to_run = [release for release in releases if release not in current and release not in refused]
 
     def run_one(release: str) -> Result | str:
         title = f"{release} ({to_run.index(release) + 1} of {len(to_run)})"
         say(f"{title}: making its environment, then running")
         try:
-            found = run_release(RELEASES[release], sources, {}, checks)
-            result = found if checks == CHECKS else add_to(read_results(RESULTS).get(release), found)
+            if checks == CHECKS:
+                result = found = run_release(RELEASES[release], sources, {}, checks)
+            else:
+                found = run_release(RELEASES[release], sources, {}, checks, known[release])
+                result = add_to(read_results(RESULTS)[release], found)
         except MatrixError as error:
             say(f"{title}: {error}")
             return str(error)
@@ -235,7 +254,8 @@ def run_releases(releases: Sequence[str], *, again: bool, jobs: int, checks: Seq
 
     with ThreadPoolExecutor(jobs) as lanes:
         came = dict(zip(to_run, lanes.map(run_one, to_run), strict=True))
-    answers = [known[release] if release in current else came[release] for release in releases]
+    of_all: dict[str, Result | str] = {**known, **refused, **came}
+    answers = [of_all[release] for release in releases]
     done = [answer for answer in answers if isinstance(answer, Result)]
     return close(done, [answer for answer in answers if isinstance(answer, str)], began)
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from environments import copy_sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("overlay", "patches", "compat", "tools")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,7 @@ def uv() -> str:
 def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a build needs of the working tree, where a build may leave its folders."""
     tree = tmp_path_factory.mktemp("source")
-    for folder in FOLDERS:
-        shutil.copytree(REPOSITORY / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in FILES:
-        shutil.copy(REPOSITORY / file, tree / file)
+    copy_sources(tree)
     return tree
 
 

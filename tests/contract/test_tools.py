@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -49,6 +51,31 @@ def test_an_environment_is_another_one_when_a_requirement_changes(environments: 
     first, same, other = (environments.environment_name(release, interpreter, wheel) for wheel in wheels)
     assert first == same != other
     assert first.startswith("0.16.0-py3.12-")
+
+
+def test_two_processes_build_the_wheel_of_one_tree_at_once(
+    environments: ModuleType, uv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    environments.copy_sources(tree)
+    monkeypatch.setenv("PYTHONPATH", str(tree / "tools"))  # whose environments.py takes this tree for the repository
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    before = sorted(tree.rglob("*"))
+    code = "import sys; from pathlib import Path; from environments import build_wheel; "
+    code += "print(build_wheel(sys.argv[1], Path(sys.argv[2])).name)"
+    outputs = [tmp_path / "one", tmp_path / "two"]
+    builds = [
+        subprocess.Popen([sys.executable, "-c", code, uv, str(output)], stdout=subprocess.PIPE, text=True)
+        for output in outputs
+    ]
+    said = [build.communicate()[0] for build in builds]
+    assert [build.returncode for build in builds] == [0, 0]
+    wheels = [output / name.strip() for output, name in zip(outputs, said, strict=True)]
+    contents = [set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels]
+    assert contents[0] == contents[1]
+    assert "vllm_overlay/cli/__init__.py" in contents[0]
+    assert sorted(tree.rglob("*")) == before, "a build leaves nothing in the tree"
 
 
 def test_the_python_that_runs_the_tools_is_taken_if_it_fits(environments: ModuleType) -> None:
@@ -208,27 +235,37 @@ def test_a_check_is_run_by_itself_into_a_result_of_the_same_versions(
     matrix.Result("0.12.0", "2026-11-29", 9.0, "before", versions | {"torch": "0"}, whole).write(tmp_path)
     asked = []
 
-    def run_release(release: Any, sources: str, extra: dict[str, str], checks: Any) -> Any:
-        asked.append(release.vllm)
-        cells = {check.name: matrix.Cell("failed", 2.0, "x") for check in checks}
-        return matrix.Result(release.vllm, "2026-11-30", 2.0, sources, versions, cells)
+    made = []
 
-    monkeypatch.setattr(matrix, "run_release", run_release)
+    def make_environment(release: Any) -> Path:
+        made.append(release.vllm)
+        return tmp_path
+
+    def run_checks(release: Any, folder: Path, variables: dict[str, str], checks: Any) -> Any:
+        asked.append(release.vllm)
+        return {check.name: matrix.Cell("failed", 2.0, "x") for check in checks}
+
+    monkeypatch.setattr(matrix, "make_environment", make_environment)
+    monkeypatch.setattr(matrix, "run_variables", lambda release, folder: {})
+    monkeypatch.setattr(matrix, "ask_versions", lambda folder, variables: versions)
+    monkeypatch.setattr(matrix, "run_checks", run_checks)
     undo = tuple(check for check in matrix.CHECKS if check.name == "undo")
     assert matrix.run_releases(["0.11.0", "0.12.0", "0.13.0"], again=False, jobs=1, checks=undo) == 1
     results = matrix.read_results(tmp_path)
-    later = matrix.Cell("failed", 2.0, "x", date="2026-11-30", sources="now")
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    later = matrix.Cell("failed", 2.0, "x", date=today, sources="now")
     assert list(results) == ["0.11.0", "0.12.0"]
     assert results["0.11.0"] == matrix.Result("0.11.0", "2026-11-29", 9.0, "before", versions, whole | {"undo": later})
     assert results["0.12.0"].cells == whole
     said = capsys.readouterr().out
     assert "0.12.0: its result was made with torch 0, now torch 1; run it without --check" in said
-    assert "0.13.0: has no result to add to; run it without --check" in said
+    assert said.startswith("== matrix: 0.13.0: not run, has no result to add to; run it without --check\n")
+    assert made == ["0.11.0", "0.12.0"], "refused before anything is made"
     matrix.run_releases(["0.11.0"], again=False, jobs=1, checks=undo)
-    assert asked == ["0.11.0", "0.12.0", "0.13.0"], "a check of these sources is not run again"
+    assert asked == ["0.11.0"], "other versions are refused before they are run, and a check of these not run again"
     matrix.run_releases(["0.11.0"], again=True, jobs=1, checks=undo)
     matrix.run_releases(["0.11.0"], again=False, jobs=1)
-    assert asked[3:] == ["0.11.0", "0.11.0"], "the other checks are of other sources"
+    assert asked[1:] == ["0.11.0", "0.11.0"], "the other checks are of other sources"
 
 
 def test_a_release_that_nobody_has_seen_is_read_from_its_wheel(matrix: ModuleType) -> None:
