@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -77,11 +79,50 @@ def test_a_report_of_some_tests_leaves_what_is_known_of_the_others(cases: Module
         "1": ["live/a::test_one[x]: passed", "live/a::test_one[y: z]: passed", "live/a::test_two: passed"],
         "2": ["live/a::test_two: passed", "live/a::test_gone: passed"],
     }
-    found = {"live/a::test_one": ["live/a::test_one[x]: failed: no"], "live/a::test_other": ["no case's"]}
+    found = {
+        "live/a::test_one": ["live/a::test_one[x]: failed: no", "live/a::test_one[w]: skipped: [y: z]: passed"],
+        "live/a::test_other": ["live/a::test_other: passed"],
+    }
     tests = [cases.Shown("live/a::test_two", (1, 3)), cases.Shown("live/a::test_one", (1,))]
     merged = cases.merge(known, found, tests)
     assert list(merged) == [str(case) for case in (*range(1, 18), *range(25, 35), 40, 41)]
     assert {case: lines for case, lines in merged.items() if lines} == {
-        "1": ["live/a::test_two: passed", "live/a::test_one[x]: failed: no"],
+        "1": [
+            "live/a::test_two: passed",
+            "live/a::test_one[x]: failed: no",
+            "live/a::test_one[y: z]: passed",
+            "live/a::test_one[w]: skipped: [y: z]: passed",
+        ],
         "3": ["live/a::test_two: passed"],
     }
+    assert cases.list_kept(merged, found) == ["live/a::test_one[y: z]"]
+
+
+@pytest.mark.parametrize(("was", "now"), [("test_one", "test_one[x]"), ("test_one[x]", "test_one")])
+def test_a_test_that_takes_parameters_now_or_none_any_more_is_another(cases: ModuleType, was: str, now: str) -> None:
+    known, found = {"1": [f"live/a::{was}: passed"]}, {"live/a::test_one": [f"live/a::{now}: passed"]}
+    merged = cases.merge(known, found, [cases.Shown("live/a::test_one", (1,))])
+    assert merged["1"] == [f"live/a::{now}: passed"]
+
+
+def test_a_shorter_report_drops_nothing_unless_it_is_told_to(
+    cases: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(*words: str, names: str) -> dict[str, list[str]]:
+        elements = (f'<testcase classname="tests.live.a" name="{name}"/>' for name in names.split())
+        (tmp_path / "report.xml").write_text(f"<testsuite>{''.join(elements)}</testsuite>")
+        monkeypatch.setattr(sys, "argv", ["cases.py", *words, "0.1.0", str(tmp_path / "report.xml")])
+        assert cases.main() == 0
+        written: dict[str, list[str]] = json.loads((tmp_path / "cases.json").read_text())["0.1.0"]["cases"]
+        return written
+
+    monkeypatch.setattr(cases, "RESULTS", tmp_path / "cases.json")
+    shown = [cases.Shown("live/a::test_one", (1,)), cases.Shown("live/a::test_two", (2,))]
+    monkeypatch.setattr(cases, "list_tests", lambda: shown)
+    whole = record(names="test_one[x] test_one[y] test_two")
+    assert (len(whole["1"]), len(whole["2"])) == (2, 1)
+    assert "kept" not in capsys.readouterr().out
+    assert record(names="test_one[x]") == whole
+    assert "kept from before, not in the reports: live/a::test_one[y]\n" in capsys.readouterr().out
+    anew = record("--anew", names="test_one[x]")
+    assert (anew["1"], anew["2"]) == (["live/a::test_one[x]: passed"], [])
