@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from vllm_overlay.errors import OverlayError
+from vllm_overlay.progress import closing_bars
 
 COMMANDS = ("status", "check", "prepare", "capture", "inspect", "convert", "copy", "train", "export", "evaluate")
 WITH_ENGINE_OPTIONS = ("status", "prepare", "capture", "evaluate")
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.engine_options = engine_options
     cleaning_up = _exit_at_sigterm() if args.command in CLEANING_UP_AT_SIGTERM else nullcontext()
     try:
-        with cleaning_up:
+        with cleaning_up, closing_bars():  # what is said of an error begins on a line of its own
             return int(args.run(args))
     except OverlayError as error:
         print(f"vllm-overlay: error: {error}", file=sys.stderr)
