@@ -107,16 +107,20 @@ def describe(figures: dict[str, dict[str, Any]]) -> list[str]:
 
 def run_side(side: str, folder: Path, seconds: float) -> dict[str, Any]:
     """What the side's process wrote, or its last words. `seconds`: after which it takes no further step."""
-    log, result = folder / f"{side}.log", folder / f"{side}.json"
-    command = [sys.executable, str(SIDES), side, str(folder), str(result), str(seconds)]
+    command = [sys.executable, str(SIDES), side, str(folder), str(folder / f"{side}.json"), str(seconds)]
+    return run_process(command, folder / f"{side}.log", folder / f"{side}.json", seconds + GRACE_SECONDS)
+
+
+def run_process(command: list[str], log: Path, result: Path, limit: float) -> dict[str, Any]:
+    """What the process wrote into `result`, or its last words. `limit`: seconds after which it is ended."""
     began = time.monotonic()
     with log.open("w") as file:
         try:
             status: Any = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds + GRACE_SECONDS, check=False
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=limit, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            status = f"stopped after {seconds + GRACE_SECONDS:.0f} s"
+            status = f"stopped after {limit:.0f} s"
     wall = round(time.monotonic() - began, 1)
     if status == 0:
         return {**json.loads(result.read_text()), "wall_seconds": wall}

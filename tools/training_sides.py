@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import count, islice
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from vllm_overlay.eagle3.clock import Moment
 from vllm_overlay.eagle3.data import Corpus, Entry, open_corpus, plan_epoch
-from vllm_overlay.eagle3.draft import Draft
+from vllm_overlay.eagle3.draft import Draft, DraftConfig
 from vllm_overlay.eagle3.epochs import Epochs
 from vllm_overlay.eagle3.export import vllm_config
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
@@ -41,6 +41,8 @@ MIB = 1 << 20
 TTT_STEPS = 3
 BETAS = (0.9, 0.999)  # of speculators' AdamW, which has no option for them
 NEVER = 10**9  # steps between speculators' log lines, at each of which it waits for the GPU
+# Of `speculators train`: on a CPU its flex attention has no backward pass, and its fused losses have no Triton.
+CPU_FLAGS = ("--draft-attn-impl", "eager", "--loss-implementation", "eager", "--hidden-states-dtype", "float32")
 OURS = {"ours": ("mask", False), "ours-flex": ("flex", False), "ours-compiled": ("flex", True)}
 KNOWN_SIDES = (*OURS, "speculators", "specforge")
 DATA, DRAFT = "speculators_data", "draft"  # folders in the work folder
@@ -112,21 +114,25 @@ def prepare(work: Work, folder: Path, *, for_speculators: bool) -> None:
     """
     corpus = open_corpus([work.store])
     try:
-        if corpus.skipped.truncated:
-            raise OverlayError(
-                f"{work.store}: {corpus.skipped.truncated} records are longer than 4096 tokens, and the "
-                "sides would not cut them alike"
-            )
+        refuse_cut_records(corpus, work.store)
         batches = plan(corpus, work)
         content = {"work": asdict(work), "batches": [[entry.index for entry in batch] for batch in batches]}
         (folder / "work.json").write_text(json.dumps(content))
         if for_speculators:
             target = load_target(work.model)
-            vocabulary = find_vocabulary(corpus, target, work)
+            vocabulary = find_vocabulary(corpus, target, work.draft_vocab_size)
             write_draft(folder / DRAFT, make_draft(corpus, target, vocabulary), target, vocabulary, work)
             write_data(corpus, vocabulary, folder / DATA)
     finally:
         corpus.close()
+
+
+def refuse_cut_records(corpus: Corpus, store: str) -> None:
+    if corpus.skipped.truncated:
+        raise OverlayError(
+            f"{store}: {corpus.skipped.truncated} records are longer than 4096 tokens, and the sides would not cut "
+            "them alike"
+        )
 
 
 def plan(corpus: Corpus, work: Work) -> list[list[Entry]]:
@@ -145,10 +151,10 @@ def list_places(corpus: Corpus) -> list[int]:
     return [number for number in store.complete_numbers() if store[number].first_position == 0]
 
 
-def find_vocabulary(corpus: Corpus, target: Target, work: Work) -> DraftVocabulary:
+def find_vocabulary(corpus: Corpus, target: Target, size: int) -> DraftVocabulary:
     tokens = ((entry.token_ids, entry.loss_mask) for entry in corpus.entries)
     counted, present = count_tokens(tokens, target.config.vocab_size)
-    return choose_vocabulary(counted, present, work.draft_vocab_size, target.config.special_token_ids)
+    return choose_vocabulary(counted, present, size, target.config.special_token_ids)
 
 
 def make_draft(corpus: Corpus, target: Target, vocabulary: DraftVocabulary) -> Draft:
@@ -159,29 +165,33 @@ def make_draft(corpus: Corpus, target: Target, vocabulary: DraftVocabulary) -> D
 
 def write_draft(folder: Path, draft: Draft, target: Target, vocabulary: DraftVocabulary, work: Work) -> None:
     """The first draft as speculators loads it (--from-pretrained), in float32 as it would make its own."""
-    facts = describe_draft(draft, target, work)
+    facts = describe_draft(draft.config, target, work.model)
     # Without embeddings speculators 0.9.0 trains on memory that nobody has written (it looks for NaN, which it is not).
     tensors = {**draft.state_dict(), "embed_tokens.weight": target.embed_tokens}
     if not vocabulary.is_full:
         tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     config, tensors = convert_to_speculators(vllm_config(facts, "float32", step=0), tensors, facts)
+    write_checkpoint(folder, config, tensors)
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir()
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def describe_draft(draft: Draft, target: Target, work: Work) -> dict[str, Any]:
-    """What an export wants to know of a run."""
+def describe_draft(draft: DraftConfig, target: Target, model: str, fingerprint: str = "") -> dict[str, Any]:
+    """What an export wants to know of a run. `fingerprint`: of the model whose states it learnt from."""
     return {
-        "draft": asdict(draft.config),
+        "draft": asdict(draft),
         "target": {
-            "name": work.model,
-            "path": work.model,
+            "name": model,
+            "path": model,
             "bos_token_id": target.config.bos_token_id,
             "num_hidden_layers": target.config.num_hidden_layers,
         },
         "settings": {"ttt_steps": TTT_STEPS},
-        "data": {"model_fingerprint": ""},
+        "data": {"model_fingerprint": fingerprint},
         "made_with": {},
     }
 
@@ -207,7 +217,7 @@ def train_ours(work: Work, batches: Sequence[Sequence[int]], folder: Path, side:
     settings, ranks = work.settings(attention, compiled), alone()
     target, source = load_target(work.model), Epochs.open([work.store], settings)
     choose_attention(attention, ranks.device, target.config.head_dim, settings.dtype)
-    vocabulary = find_vocabulary(source.corpus, target, work)
+    vocabulary = find_vocabulary(source.corpus, target, work.draft_vocab_size)
     draft = make_draft(source.corpus, target, vocabulary).to(ranks.device)
     trainer = Trainer(draft, target, vocabulary, source, settings, ranks)
     for group in trainer.optimizer.param_groups:
@@ -237,9 +247,7 @@ def train_ours(work: Work, batches: Sequence[Sequence[int]], folder: Path, side:
 
 
 def speculators_flags(work: Work, folder: Path, records: int, on_gpu: bool) -> list[str]:
-    """The options of `speculators train`. On a CPU its flex attention has no backward pass and its fused losses no
-    Triton."""
-    fallback = ["--draft-attn-impl", "eager", "--loss-implementation", "eager", "--hidden-states-dtype", "float32"]
+    """The options of `speculators train`."""
     return [
         "--verifier-name-or-path", work.model, "--data-path", str(folder / DATA), "--save-path", str(folder / "theirs"),
         "--from-pretrained", str(folder / DRAFT), "--draft-vocab-size", str(work.draft_vocab_size),
@@ -247,25 +255,18 @@ def speculators_flags(work: Work, folder: Path, records: int, on_gpu: bool) -> l
         "--on-missing", "raise", "--num-workers", str(work.workers),
         "--loss-fn", "kl_div", "--ttt-steps", str(TTT_STEPS), "--ttt-step-loss-decay", "1.0",
         "--optimizer", "adamw", "--lr", str(work.learning_rate), "--weight-decay", "0.0", "--scheduler-type", "none",
-        "--epochs", "1", "--log-freq", str(NEVER), "--no-resume-from-checkpoint", *([] if on_gpu else fallback),
+        "--epochs", "1", "--log-freq", str(NEVER), "--no-resume-from-checkpoint", *([] if on_gpu else CPU_FLAGS),
     ]  # fmt: skip
 
 
 def train_speculators(
     work: Work, batches: Sequence[Sequence[int]], folder: Path, side: str, limit: float
 ) -> dict[str, Any]:
-    from speculators.train import cli, trainer
-    from speculators.train.config import TrainConfig
-
     corpus = open_corpus([work.store])
     lengths = {entry.index: entry.num_tokens for entry in corpus.entries}
     place = {number: place for place, number in enumerate(list_places(corpus))}
     corpus.close()
     device = alone().device
-    if device.type == "cuda":
-        part_tile_lists()
-    else:  # its trainer knows accelerators by number, and has no word for a CPU
-        trainer.get_local_rank = lambda: "cpu"
     clock = StepClock(device, work.warm_up, limit)
     seen: list[list[torch.Tensor]] = []
     found: dict[str, Any] = {}
@@ -275,24 +276,21 @@ def train_speculators(
         _, loss, parts = output
         seen.append([loss.detach(), *(parts[f"loss_{step}_sum"].detach() for step in range(TTT_STEPS))])
 
-    class Timed(trainer.Trainer):  # type: ignore[misc]
-        def run_training(self) -> None:
-            """One epoch that has the batches of all steps; nothing is validated or saved."""
-            mine = [np.array([place[number] for number in batch]) for batch in batches]
-            self.train_loader.batch_sampler._cached_generated_batches = (0, mine)
-            self.model.register_forward_hook(note)
-            self.global_step = 1  # it logs at multiples of --log-freq, and waits for a GPU there
-            found["dtypes"] = sorted({str(parameter.dtype) for parameter in self.model.parameters()})
-            found["trained"] = sum(one.numel() for one in self.model.parameters() if one.requires_grad)
-            try:
-                clock.tick()
-                self.train_epoch(0, step_callback=clock.tick)
-            except Enough:
-                pass
+    def run_training(trainer: Any) -> None:
+        """One epoch that has the batches of all steps; nothing is validated or saved."""
+        mine = [np.array([place[number] for number in batch]) for batch in batches]
+        trainer.train_loader.batch_sampler._cached_generated_batches = (0, mine)
+        trainer.model.register_forward_hook(note)
+        found["dtypes"] = sorted({str(parameter.dtype) for parameter in trainer.model.parameters()})
+        found["trained"] = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
+        try:
+            clock.tick()
+            trainer.train_epoch(0, step_callback=clock.tick)
+        except Enough:
+            pass
 
-    cli.Trainer = Timed
     flags = speculators_flags(work, folder, len(place), device.type == "cuda")
-    cli.main(TrainConfig.resolve(flags))
+    run_speculators(flags, device, run_training)
     figures = clock.figures()
     done = len(figures["seconds"])
     values = [[float(value) for value in step] for step in seen[:done]]
@@ -303,6 +301,25 @@ def train_speculators(
         "loss_per_step": [[round(value, 5) for value in step[1:]] for step in values],
         "settings": {"flags": flags, **found, "version": version("speculators"), "compiled": device.type == "cuda"},
     }
+
+
+def run_speculators(flags: Sequence[str], device: torch.device, run_training: Callable[[Any], None]) -> None:
+    """`speculators train` with `run_training(trainer)` in place of its trainer's own."""
+    from speculators.train import cli, trainer
+    from speculators.train.config import TrainConfig
+
+    if device.type == "cuda":
+        part_tile_lists()
+    else:  # its trainer knows accelerators by number, and has no word for a CPU
+        trainer.get_local_rank = lambda: "cpu"
+
+    class Told(trainer.Trainer):  # type: ignore[misc]
+        def run_training(self) -> None:
+            self.global_step = 1  # it logs at multiples of --log-freq, and waits for a GPU there
+            run_training(self)
+
+    cli.Trainer = Told
+    cli.main(TrainConfig.resolve(list(flags)))
 
 
 def part_tile_lists() -> None:
@@ -332,9 +349,9 @@ def train_specforge(
     device, corpus, target = alone().device, open_corpus([work.store]), load_target(work.model)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     attention = "flex_attention" if device.type == "cuda" else "sdpa"
-    vocabulary = find_vocabulary(corpus, target, work)
+    vocabulary = find_vocabulary(corpus, target, work.draft_vocab_size)
     draft = make_draft(corpus, target, vocabulary)
-    config = LlamaConfig.from_dict(vllm_config(describe_draft(draft, target, work), "float32", step=0))
+    config = LlamaConfig.from_dict(vllm_config(describe_draft(draft.config, target, work.model), "float32", step=0))
     theirs = LlamaForCausalLMEagle3(config, attention_backend=attention)
     maps = {"t2d": vocabulary.t2d, "d2t": vocabulary.d2t, "embed_tokens.weight": target.embed_tokens}
     theirs.load_state_dict({**draft.state_dict(), **maps})
