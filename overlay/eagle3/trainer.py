@@ -13,6 +13,7 @@ from operator import mul
 from typing import Any, TypeVar
 
 import torch
+import torch._inductor
 
 from vllm_overlay.eagle3.batch import Batch, pack
 from vllm_overlay.eagle3.clock import Moment
@@ -77,7 +78,9 @@ class Trainer:
         )
         draft.lm_head.requires_grad_(settings.train_head)
         # Batches have as many tokens and rows as they have: without `dynamic` each would be compiled for.
-        prepare = functools.partial(torch.compile, dynamic=True) if settings.compile else as_it_is
+        prepare = as_it_is
+        if settings.compile:
+            prepare = functools.partial(torch.compile, dynamic=True, options=compile_options())
         self.objective = Objective(draft, head, settings.ttt_steps, prepare)
         ranks.shard(self.objective)
         self.parameters = [parameter for parameter in draft.parameters() if parameter.requires_grad]
@@ -242,6 +245,14 @@ class Trainer:
             if self.ranks.is_first:
                 kept[name] = complete.cpu()
         return kept
+
+
+def compile_options() -> dict[str, bool]:
+    """For a norm's backward pass torch has one kernel where a batch has at least twice as many rows as the draft is
+    wide, and two where it has fewer, and compiles the step for each case. Told not to ask, it always takes the one;
+    torch 2.11 is the first that can be told."""
+    name = "triton.mix_order_reduction_non_strict_mode"
+    return {name: True} if name in torch._inductor.list_options() else {}
 
 
 def load_ahead(
