@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +24,24 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 ABORTED = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
 NAMELESS = "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)"
 WAITING = "import time; time.sleep(600)"
+# As with a GPU's memory to give back: the pipe is closed, and the process is there for a while.
+DYING = (
+    "import os, signal, sys, time; os.close(int(sys.argv[1])); time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)"
+)
+LINGERING = "import os, sys, time; os.close(int(sys.argv[1])); time.sleep(600)"
 
 
 class Process:
     """What the executor asks of a multiprocessing process."""
 
     def __init__(self, program: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+        self.sentinel, held = os.pipe()
+        command = [sys.executable, "-c", program, str(held)]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, pass_fds=[held])
+        os.close(held)
         self.pid = self._process.pid
         if program != WAITING:
-            self._process.wait()
+            multiprocessing.connection.wait([self.sentinel])
 
     @property
     def exitcode(self) -> int | None:
@@ -46,7 +56,8 @@ class Process:
     kill = terminate
 
     def join(self, timeout: float | None = None) -> None:
-        self._process.wait(timeout)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
 
 
 @pytest.fixture
@@ -82,6 +93,19 @@ def test_the_killed_rank_is_named_and_those_that_live_are_not(shut_down: Any) ->
     assert (failure.type, failure.rank, failure.process_id) == ("WorkerDied", 1, killed.pid)
     assert failure.headline.startswith("WorkerDied: the worker was killed by SIGKILL; if nobody did")
     assert failure.headline.endswith(f"(rank 1, worker process {killed.pid})")
+
+
+def test_a_worker_that_takes_its_time_to_die_is_waited_for(shut_down: Any) -> None:
+    shut_down(WAITING, DYING)
+    (failure,) = failures.read_failures({os.getpid()})
+    assert failure.headline.startswith("WorkerDied: the worker was killed by SIGKILL")
+
+
+def test_one_that_does_not_die_in_time_is_named_too(shut_down: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_overlay.patches.name_killed_workers.LAST_SECONDS", 0.2)
+    shut_down(LINGERING)
+    (failure,) = failures.read_failures({os.getpid()})
+    assert failure.headline.startswith("WorkerDied: the worker is ending, and how is not known after 0 s (rank 0")
 
 
 def test_other_ends_are_told_without_a_guess(shut_down: Any) -> None:
