@@ -19,7 +19,7 @@ import wrapt
 from vllm_overlay.failures import Failure, note, read_failures
 from vllm_overlay.patch import Patch
 
-# A dying process closes its pipe, at which vLLM looks, before the kernel says how it ended. Of a worker that had a GPU's
+# A dying process closes its pipe, at which vLLM looks, before the kernel says how it ended. Of a worker with a GPU's
 # memory to give back nothing was known yet (0.24.0, two H200s).
 LAST_SECONDS = 20.0
 

@@ -1,10 +1,85 @@
 #!/bin/sh
-# Everything that needs a GPU, in one run: the marked tests, then what capture costs on 8B shapes.
-# usage: sh tools/gpu_checks.sh OUTPUT_DIR; vLLM must be importable and the project installed.
+# What needs a GPU, in parts, for a machine that is lent for half an hour; each leaves its figures in OUTPUT_DIR.
+# usage: sh tools/gpu_checks.sh OUTPUT_DIR PART...
+#   tests      the marked tests of one GPU                                                           (5 minutes)
+#   rehearsal  `check --rehearse` of the 8B shapes                                                   (1)
+#   benchmark  what capture costs at 8B shapes, to /dev/shm and to the disk of $TMP; store_speed     (5)
+#   training   tokens/s of ours, speculators and SpecForge at 8B shapes                              (10; 6 to compile)
+#   drafts     SmolLM2's own answers with their states, then a draft by ours and one by speculators  (27)
+#   parallel   two GPUs: capture and training                                                        (9)
+# vLLM must be importable and the project installed; for `training` speculators and specforge, for `drafts` speculators.
+# `drafts` wants SMOLLM2, the folder that tools/smollm2.py makes, and PROMPTS, the file that tools/many_prompts.py writes.
 set -eu
 out=$1
+shift
+scratch=${TMP:-/tmp}
+memory=/dev/shm
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING
-python3 -m pytest -q -rA -p no:cacheprovider tests/gpu 2>&1 | tee "$out/gpu_tests.log"
-python3 tools/benchmark.py --model tests/gpu/llama_8b --prefill 256x1024 --decode 256x128+256 --rounds 2 \
-    --store /dev/shm --output "$out/benchmark_8b.json" \
-    -- --load-format dummy --skip-tokenizer-init --max-model-len 4096 --gpu-memory-utilization 0.8
+# Sixteen threads that wait by spinning for a loop over small tensors took 12 cores from all else.
+export OMP_WAIT_POLICY=PASSIVE
+
+run_tests() { GPU_RESULTS=$out python3 -m pytest -q -rA -s -p no:cacheprovider "$@" 2>&1 | tee -a "$out/gpu_tests.log"; }
+
+rehearse() { vllm-overlay check tests/gpu/llama_8b --rehearse 2>&1 | tee "$out/rehearsal.log"; }
+
+# Told their memory, the engines start at the same time.
+benchmark() {
+    python3 tools/benchmark.py --model tests/gpu/llama_8b --prefill 256x1024 --decode 256x128+256 --rounds 5 \
+        --store $memory --disk "$scratch" --output "$out/benchmark_8b.json" \
+        -- --load-format dummy --skip-tokenizer-init --max-model-len 4096 --gpu-memory-utilization 0.3 \
+        --kv-cache-memory-bytes 21474836480
+    python3 tools/store_speed.py "$scratch/store_speed" --mib 2048 --json "$out/store_speed.json"
+}
+
+compare_training() {
+    python3 -c "from pathlib import Path; from tests.gpu.conftest import write_model, write_states
+folder = Path('$scratch/8b'); (folder / 'model').mkdir(parents=True)
+write_states(folder / 'store', write_model(folder / 'model'))"
+    python3 tools/compare_training.py --model "$scratch/8b/model" --store "$scratch/8b/store" --steps 24 \
+        --sides ours-compiled,speculators,specforge --side-seconds 430 --output "$out/training_8b.json"
+}
+
+# An engine's scheduler keeps one core busy and the GPU at 7%: three share the prompts, and write one store.
+capture_answers() {
+    split -n l/3 -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts-"
+    engines=
+    for part in 00 01 02; do
+        VLLM_CACHE_ROOT=$scratch/cache-$part VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
+            vllm-overlay prepare "$scratch/prompts-$part.jsonl" \
+            --model "$SMOLLM2" -o "$scratch/dataset-$part" --regenerate --max-tokens 128 \
+            -- --dtype bfloat16 --max-model-len 1024 --gpu-memory-utilization 0.15 \
+            --kv-cache-memory-bytes 8589934592 > "$out/prepare-$part.log" 2>&1 &
+        engines="$engines $!"
+    done
+    for engine in $engines; do wait "$engine"; done
+    vllm-overlay inspect $memory/smollm2 --json > "$out/smollm2_store.json"
+}
+
+train_draft() {
+    python3 tools/compare_drafts.py --model "$SMOLLM2" --store $memory/smollm2 --seconds 600 --self-test warn \
+        --sides "$1" --work "$scratch/work-$1" --output "$scratch/drafts-$1" > "$out/drafts-$1.log" 2>&1
+    cp "$scratch/drafts-$1/drafts.json" "$out/drafts-$1.json"
+    tar -C "$scratch" -czf - "drafts-$1" | split -b 15000000 -d - "$out/drafts-$1.tgz."
+}
+
+# speculators compiles for some minutes, on the CPU, while ours trains: each then has the GPU to itself.
+compare_drafts() {
+    capture_answers
+    train_draft ours-compiled &
+    ours=$!
+    sleep 330
+    train_draft speculators
+    wait $ours
+}
+
+for part in "$@"; do
+    case $part in
+        tests) run_tests tests/gpu ;;
+        rehearsal) rehearse ;;
+        benchmark) benchmark ;;
+        training) compare_training ;;
+        drafts) compare_drafts ;;
+        parallel) run_tests tests/gpu/test_fsdp_gpu.py tests/gpu/test_parallel_gpu.py ;;
+        *) echo "gpu_checks: there is no part $part" >&2; exit 2 ;;
+    esac
+done

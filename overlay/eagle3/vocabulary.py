@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_overlay.errors import OverlayError
+
+COUNTED_AT_ONCE = 1024  # documents
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def count_tokens(
     """
     counted = torch.zeros(vocab_size, dtype=torch.int64)
     present = torch.zeros(vocab_size, dtype=torch.int64)
-    for token_ids, loss_mask in documents:
+    for some in _take_some(documents):
+        token_ids, loss_mask = (torch.cat(parts) for parts in zip(*some, strict=True))
         largest = int(token_ids.max())
         if largest >= vocab_size:
             raise OverlayError(
@@ -67,6 +71,15 @@ def count_tokens(
         present += torch.bincount(token_ids, minlength=vocab_size)
         counted += torch.bincount(token_ids[loss_mask], minlength=vocab_size)
     return counted, present
+
+
+def _take_some(
+    documents: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Documents by the thousand: counting goes over the whole vocabulary each time."""
+    iterator = iter(documents)
+    while some := list(islice(iterator, COUNTED_AT_ONCE)):
+        yield some
 
 
 def choose_vocabulary(

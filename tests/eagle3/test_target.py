@@ -130,6 +130,13 @@ def test_the_most_frequent_tokens_under_the_mask_are_kept() -> None:
         count_tokens([(token_ids, mask)], 9)
 
 
+def test_documents_beyond_those_counted_at_once_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_overlay.eagle3.vocabulary.COUNTED_AT_ONCE", 2)
+    documents = [(torch.tensor([number, 7]), torch.tensor([True, False])) for number in range(5)]
+    counted, present = count_tokens(documents, 8)
+    assert counted.tolist() == [1, 1, 1, 1, 1, 0, 0, 0] and present.tolist() == [1, 1, 1, 1, 1, 0, 0, 5]
+
+
 @given(st.lists(st.integers(0, 29), min_size=1, max_size=60), st.integers(1, 30))
 def test_any_vocabulary_maps_back(tokens: list[int], size: int) -> None:
     counted, present = count_tokens([(torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.bool))], 30)
