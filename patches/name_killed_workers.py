@@ -24,14 +24,11 @@ from vllm_overlay.patch import Patch
 LAST_SECONDS = 20.0
 
 
-def describe_killed(rank: int, process_id: int, exit_status: int | None, others: Sequence[Failure]) -> Failure:
-    """`exit_status` is multiprocessing's: the negative number of a signal. `others`: the engine's other failures.
-
-    It comes before them: their connections to it broke at once, and they may have said so before vLLM looked.
-    """
+def describe_killed(rank: int, process_id: int, exit_status: int | None, time_ns: int) -> Failure:
+    """`exit_status` is multiprocessing's: the negative number of a signal, None of a process that is not over yet."""
     how = f"ended with exit status {exit_status}"
     if exit_status is None:
-        how = f"is ending, and how is not known after {LAST_SECONDS:.0f} s"
+        how = "is ending, and how is not known yet"
     elif exit_status < 0:
         how = f"was killed by {name_signal(-exit_status)}"
     if exit_status == -signal.SIGKILL:
@@ -49,7 +46,7 @@ def describe_killed(rank: int, process_id: int, exit_status: int | None, others:
         function="",
         code="",
         traceback=f"It had no time for a traceback. {message[0].upper()}{message[1:]}.",
-        time_ns=min([time.time_ns(), *(other.time_ns - 1 for other in others)]),
+        time_ns=time_ns,
     )
 
 
@@ -69,17 +66,28 @@ def build(original: Any) -> Any:
 
 
 def note_killed(executor: Any) -> None:
-    """Those that are dead and said nothing themselves."""
+    """Those that are dead and said nothing themselves.
+
+    At once, because the engine may be asked, and answer, before it is known how they ended; then again, in the place of
+    what was written first. No `join`: once the pipe is closed, multiprocessing's waits without an end.
+    """
     workers = {worker.proc.sentinel: worker for worker in executor.workers}
     dead = [workers[sentinel] for sentinel in multiprocessing.connection.wait(list(workers), timeout=0)]
-    for worker in dead:
-        worker.proc.join(LAST_SECONDS)
     others = read_failures({os.getpid()})
     told = {other.process_id for other in others}
-    for worker in dead:
-        status, process_id = worker.proc.exitcode, worker.proc.pid
-        if status != 0 and process_id not in told:
-            note(describe_killed(worker.rank, process_id, status, others))
+    silent = [worker for worker in dead if worker.proc.pid not in told]
+    # Before the others: their connections to it broke at once, and they may have said so before vLLM looked.
+    time_ns = min([time.time_ns(), *(other.time_ns - 1 for other in others)])
+    note_all(silent, time_ns)
+    until = time.monotonic() + LAST_SECONDS
+    while any(worker.proc.exitcode is None for worker in silent) and time.monotonic() < until:
+        time.sleep(0.02)
+    note_all(silent, time_ns)
+
+
+def note_all(workers: Sequence[Any], time_ns: int) -> None:
+    for worker in workers:
+        note(describe_killed(worker.rank, worker.proc.pid, worker.proc.exitcode, time_ns))
 
 
 def verify() -> None:

@@ -27,13 +27,16 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare_training import run_process
+from compare_training import parse_sides, run_process
 from draft_sides import KNOWN_SIDES, MEETING_SECONDS, WARM_UP, Work, prepare
 from training_sides import MIB
 
@@ -58,20 +61,11 @@ DIFFERENCES = (
     "speculators' batches are its own sampler's, an epoch after another with what that costs; it pads a batch to its "
     "full length, ours computes the rows that are scored",
     "speculators' two fused loss kernels are given a list of tiles each: torch 2.11 refuses to compile them with one",
+    "in separate runs of this tool, as tools/gpu_checks.sh has them, speculators compiles on the CPU while ours trains "
+    "on the GPU",
     "each side's loop waits for the step before the last, so that it knows the time: speculators' own does not wait",
     "both drafts are rounded to bfloat16, as speculators saves its own",
 )
-
-
-def parse_sides(text: str) -> tuple[str, ...]:
-    """ "ours-compiled,speculators" -> those two; each once, all known."""
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in KNOWN_SIDES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no side; there are {', '.join(KNOWN_SIDES)}")
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names a side twice")
-    return names
 
 
 def describe(figures: dict[str, dict[str, Any]]) -> list[str]:
@@ -122,19 +116,34 @@ def compare(work: Work, folder: Path, *, strict: bool) -> dict[str, Any]:
         "preparing_seconds": round(time.monotonic() - began, 1),
         "sides": {},
     }
-    write(report, work)
+    write(report, work, folder)
     print(f"{self_test}; prepared in {report['preparing_seconds']:.0f} s", flush=True)
     with ThreadPoolExecutor(len(work.sides) if work.together else 1) as pool:
         running = {pool.submit(run_side, side, work, folder): side for side in work.sides}
         for done in as_completed(running):
             report["sides"][running[done]] = done.result()
-            write(report, work)  # what there is, if the next one takes all down
+            write(report, work, folder)  # what there is, if the next one takes all down
             print("\n".join(describe({running[done]: done.result()})), flush=True)
     return report
 
 
-def write(report: dict[str, Any], work: Work) -> None:
-    Path(work.output, "drafts.json").write_text(json.dumps(report, indent=1) + "\n")
+def write(report: dict[str, Any], work: Work, folder: Path) -> None:
+    """What there is, with names in the place of folders, which say nothing where the figures are read."""
+    names = {str(folder): "WORK", work.model: "MODEL", work.store: "STORE", work.output: "OUTPUT"}
+    text = json.dumps(name_folders(report, names), indent=1)
+    Path(work.output, "drafts.json").write_text(text + "\n")
+
+
+def name_folders(value: Any, names: Mapping[str, str]) -> Any:
+    """The report with every text that is one of these folders, or a path in one, by its name."""
+    if isinstance(value, dict):
+        return {key: name_folders(each, names) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [name_folders(each, names) for each in value]
+    for folder, name in sorted(names.items(), key=lambda one: -len(one[0])):  # one may lie in another
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            return name + value[len(folder) :]
+    return value
 
 
 def main() -> int:
@@ -146,7 +155,7 @@ def main() -> int:
     parser.add_argument("--draft-vocab-size", type=int, default=16384, metavar="N", help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=1e-3, help="ours at its peak (default: %(default)s)")
     parser.add_argument(
-        "--sides", type=parse_sides, default=("ours-compiled", "speculators"),
+        "--sides", type=partial(parse_sides, known=KNOWN_SIDES), default=("ours-compiled", "speculators"),
         help=f"of {', '.join(KNOWN_SIDES)}, with commas (default: ours-compiled,speculators)",
     )  # fmt: skip
     parser.add_argument("--together", action="store_true", help="all at the same time, on the one GPU")
@@ -166,18 +175,27 @@ def main() -> int:
         workers=args.workers, sides=args.sides, together=args.together,
     )  # fmt: skip
     try:
-        args.output.mkdir()
-        if args.work is not None:
-            args.work.mkdir()
-        folder = args.work or Path(tempfile.mkdtemp(prefix="compare-drafts-"))
-        report = compare(work, folder, strict=args.self_test == "strict")
+        report = compare_in(args.work, work, strict=args.self_test == "strict")
     except (OverlayError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    finally:
-        if "folder" in locals():
-            shutil.rmtree(folder)
     return 0 if all("error" not in result for result in report["sides"].values()) else 1
+
+
+def compare_in(new_folder: Path | None, work: Work, *, strict: bool) -> dict[str, Any]:
+    """With a work folder that is removed. An output folder in which nothing was written is not left either."""
+    if new_folder is not None:
+        new_folder.mkdir()
+    folder = new_folder or Path(tempfile.mkdtemp(prefix="compare-drafts-"))
+    try:
+        Path(work.output).mkdir()
+        try:
+            return compare(work, folder, strict=strict)
+        finally:
+            with suppress(OSError):  # it is not empty
+                Path(work.output).rmdir()
+    finally:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,12 @@ DIFFERENCES = (
 )
 
 
-def parse_sides(text: str) -> tuple[str, ...]:
+def parse_sides(text: str, known: Sequence[str] = KNOWN_SIDES) -> tuple[str, ...]:
     """ "ours,speculators" -> ("ours", "speculators"); each once, all known."""
     names = tuple(text.split(","))
     for name in names:
-        if name not in KNOWN_SIDES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no side; there are {', '.join(KNOWN_SIDES)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is no side; there are {', '.join(known)}")
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names a side twice")
     return names

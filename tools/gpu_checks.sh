@@ -10,6 +10,7 @@
 # vLLM must be importable and the project installed; for `training` speculators and specforge, for `drafts` speculators.
 # `drafts` wants SMOLLM2, the folder that tools/smollm2.py makes, and PROMPTS, the file that tools/many_prompts.py writes.
 set -eu
+[ $# -gt 1 ] || { echo "usage: sh tools/gpu_checks.sh OUTPUT_DIR PART..." >&2; exit 2; }
 out=$1
 shift
 scratch=${TMP:-/tmp}
@@ -18,9 +19,17 @@ export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM
 # Sixteen threads that wait by spinning for a loop over small tensors took 12 cores from all else.
 export OMP_WAIT_POLICY=PASSIVE
 
-run_tests() { GPU_RESULTS=$out python3 -m pytest -q -rA -s -p no:cacheprovider "$@" 2>&1 | tee -a "$out/gpu_tests.log"; }
+# Run a command with its words in a file, and end as it ends.
+keep() {
+    log=$1
+    shift
+    status=0
+    "$@" > "$log" 2>&1 || status=$?
+    tail -n 30 "$log"
+    return $status
+}
 
-rehearse() { vllm-overlay check tests/gpu/llama_8b --rehearse 2>&1 | tee "$out/rehearsal.log"; }
+run_tests() { GPU_RESULTS=$out keep "$out/gpu_tests.log" python3 -m pytest -q -rA -s -p no:cacheprovider "$@"; }
 
 # Told their memory, the engines start at the same time.
 benchmark() {
@@ -37,45 +46,54 @@ folder = Path('$scratch/8b'); (folder / 'model').mkdir(parents=True)
 write_states(folder / 'store', write_model(folder / 'model'))"
     python3 tools/compare_training.py --model "$scratch/8b/model" --store "$scratch/8b/store" --steps 24 \
         --sides ours-compiled,speculators,specforge --side-seconds 430 --output "$out/training_8b.json"
+    rm -rf "$scratch/8b"
 }
 
 # An engine's scheduler keeps one core busy and the GPU at 7%: three share the prompts, and write one store.
 capture_answers() {
     split -n l/3 -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts-"
     engines=
-    for part in 00 01 02; do
-        VLLM_CACHE_ROOT=$scratch/cache-$part VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
-            vllm-overlay prepare "$scratch/prompts-$part.jsonl" \
-            --model "$SMOLLM2" -o "$scratch/dataset-$part" --regenerate --max-tokens 128 \
+    for number in 00 01 02; do
+        VLLM_CACHE_ROOT=$scratch/cache-$number VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
+            vllm-overlay prepare "$scratch/prompts-$number.jsonl" \
+            --model "$SMOLLM2" -o "$scratch/dataset-$number" --regenerate --max-tokens 128 \
             -- --dtype bfloat16 --max-model-len 1024 --gpu-memory-utilization 0.15 \
-            --kv-cache-memory-bytes 8589934592 > "$out/prepare-$part.log" 2>&1 &
+            --kv-cache-memory-bytes 8589934592 > "$out/prepare-$number.log" 2>&1 &
         engines="$engines $!"
     done
-    for engine in $engines; do wait "$engine"; done
+    failed=0
+    for engine in $engines; do wait "$engine" || failed=1; done
+    [ $failed = 0 ]
     vllm-overlay inspect $memory/smollm2 --json > "$out/smollm2_store.json"
 }
 
+# The figures of a side that failed are its last words.
 train_draft() {
-    python3 tools/compare_drafts.py --model "$SMOLLM2" --store $memory/smollm2 --seconds 600 --self-test warn \
-        --sides "$1" --work "$scratch/work-$1" --output "$scratch/drafts-$1" > "$out/drafts-$1.log" 2>&1
-    cp "$scratch/drafts-$1/drafts.json" "$out/drafts-$1.json"
+    status=0
+    keep "$out/drafts-$1.log" python3 tools/compare_drafts.py --model "$SMOLLM2" --store $memory/smollm2 --seconds 600 \
+        --self-test warn --sides "$1" --work "$scratch/work-$1" --output "$scratch/drafts-$1" || status=$?
     tar -C "$scratch" -czf - "drafts-$1" | split -b 15000000 -d - "$out/drafts-$1.tgz."
+    return $status
 }
 
-# speculators compiles for some minutes, on the CPU, while ours trains: each then has the GPU to itself.
+# speculators compiles for some minutes (six at 8B shapes), on the CPU, while ours trains: each then has the GPU to
+# itself, if it takes as long here.
 compare_drafts() {
     capture_answers
     train_draft ours-compiled &
     ours=$!
     sleep 330
-    train_draft speculators
-    wait $ours
+    failed=0
+    train_draft speculators || failed=1
+    wait $ours || failed=1
+    rm -rf $memory/smollm2
+    [ $failed = 0 ]
 }
 
 for part in "$@"; do
     case $part in
         tests) run_tests tests/gpu ;;
-        rehearsal) rehearse ;;
+        rehearsal) keep "$out/rehearsal.log" vllm-overlay check tests/gpu/llama_8b --rehearse ;;
         benchmark) benchmark ;;
         training) compare_training ;;
         drafts) compare_drafts ;;

@@ -36,6 +36,7 @@ HELD_OUT_WORDS = re.compile(
 SHARES = {"topic": 55, "code": 17, "rewriting": 10, "arithmetic": 10, "question": 8}
 KNOWN_FORMS = 0.7  # of the prompts have a form that the held-out ones have too; the others have a wider one
 FOLLOW_UPS_SHARE = 0.04
+MOST_IN_VAIN = 10_000  # prompts one after the other that were there before
 
 WIDER_TOPIC_FORMS = (
     "What is the history of {}?", "Describe {} to a child.", "Write a short poem about {}.",
@@ -168,8 +169,8 @@ DOCSTRING_VERBS = (
 UNCOUNTED = re.compile(r"(ity|ness|ism|ics|ology|ing|age|ance|ence|ment|tion|sion|ship|hood|ware|cy|phy|s)$")
 
 
-class NoPackage(Exception):
-    """A package with words is missing. One line."""
+class NoWords(Exception):
+    """A package with words is missing, or has too few of them. One line."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +183,11 @@ class Words:
 
 
 def read_words() -> Words:
-    """Errors: NoPackage."""
+    """Errors: NoWords."""
     try:
         words, facts = files("wonderwords").joinpath("assets"), files("randfacts")
     except ModuleNotFoundError as error:
-        raise NoPackage(f"{error.name} is not installed; its words are needed: pip install {PACKAGES}") from error
+        raise NoWords(f"{error.name} is not installed; its words are needed: pip install {PACKAGES}") from error
     coarse = set(words.joinpath("profanitylist.txt").read_text(encoding="utf-8").split())
 
     def read(name: str) -> list[str]:
@@ -294,12 +295,16 @@ def add_s(word: str) -> str:
 
 def write_prompts(words: Words, count: int, seed: int) -> Iterator[list[str]]:
     """`count` different conversations, as their user turns. None has a held-out word in it."""
-    writer, seen = Writer(words, seed), set[str]()
+    writer, seen, in_vain = Writer(words, seed), set[str](), 0
     while len(seen) < count:
         text = writer.write()
         if text in seen or HELD_OUT_WORDS.search(text):
+            in_vain += 1
+            if in_vain == MOST_IN_VAIN:
+                raise NoWords(f"the words make {len(seen)} different prompts, not {count}")
             continue
         seen.add(text)
+        in_vain = 0
         goes_on = writer.random.random() < FOLLOW_UPS_SHARE
         yield [text, writer.random.choice(FOLLOW_UPS)] if goes_on else [text]
 
@@ -311,12 +316,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts (default: %(default)s)")
     args = parser.parse_args()
     try:
-        words = read_words()
-    except NoPackage as error:
+        prompts = list(write_prompts(read_words(), args.count, args.seed))
+    except NoWords as error:
         print(error, file=sys.stderr)
         return 1
     with args.file.open("w", encoding="utf-8") as file:
-        for number, turns in enumerate(write_prompts(words, args.count, args.seed)):
+        for number, turns in enumerate(prompts):
             messages = [{"role": "user", "content": text} for text in turns]
             file.write(json.dumps({"id": f"many-{number:06}", "messages": messages}) + "\n")
     print(f"{args.file}: {args.count} conversations")

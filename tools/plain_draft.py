@@ -78,6 +78,9 @@ def main() -> int:
         config = json.loads((args.folder / "config.json").read_text())
         tensors = load_file(str(args.folder / "model.safetensors"))
         write_checkpoint(args.output, *convert(config, tensors, load_target(args.model), args.model))
+    except KeyError as error:
+        print(f"{args.folder / 'config.json'}: has no {error.args[0]!r}, which speculators 0.9 writes", file=sys.stderr)
+        return 1
     except (OverlayError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -248,9 +248,9 @@ class Trainer:
 
 
 def compile_options() -> dict[str, bool]:
-    """For a norm's backward pass torch has one kernel where a batch has at least twice as many rows as the draft is
-    wide, and two where it has fewer, and compiles the step for each case. Told not to ask, it always takes the one;
-    torch 2.11 is the first that can be told."""
+    """For a norm's backward pass torch has one kernel where a batch has many rows (twice as many as the draft is wide,
+    and some more conditions), and two where it has fewer, and compiles the step for each case. Told not to ask, it
+    always takes the one; torch 2.11 is the first that can be told."""
     name = "triton.mix_order_reduction_non_strict_mode"
     return {name: True} if name in torch._inductor.list_options() else {}
 

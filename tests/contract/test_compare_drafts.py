@@ -6,7 +6,8 @@ import argparse
 import importlib
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,11 +105,12 @@ def test_speculators_has_its_defaults_but_for_the_data_and_the_time(work: Any, s
 
 
 def test_sides_are_known_and_each_is_named_once(compare_drafts: ModuleType) -> None:
-    assert compare_drafts.parse_sides("ours-compiled,speculators") == ("ours-compiled", "speculators")
+    parse = partial(compare_drafts.parse_sides, known=compare_drafts.KNOWN_SIDES)
+    assert parse("ours-compiled,speculators") == ("ours-compiled", "speculators")
     with pytest.raises(argparse.ArgumentTypeError, match="'specforge' is no side; there are ours, "):
-        compare_drafts.parse_sides("ours,specforge")
+        parse("ours,specforge")
     with pytest.raises(argparse.ArgumentTypeError, match="names a side twice"):
-        compare_drafts.parse_sides("ours,ours")
+        parse("ours,ours")
 
 
 SIDE = """
@@ -146,13 +148,36 @@ def test_of_a_side_that_fails_there_are_the_last_lines_and_the_other_is_kept(
     assert report["sides"]["ours"]["file_bytes"] == {"model.safetensors": 1 << 20}
     assert (tmp_path / "speculators.failed").exists()
     assert not (tmp_path / "ours.failed").exists()
-    assert json.loads(Path(work.output, "drafts.json").read_text()) == json.loads(json.dumps(report))
+    written = json.loads(Path(work.output, "drafts.json").read_text())
+    assert written["sides"] == json.loads(json.dumps(report["sides"]))
+    assert [written["work"][name] for name in ("model", "store", "output")] == ["MODEL", "STORE", "OUTPUT"]
     said = capsys.readouterr().out.splitlines()
     assert "speculators: failed: no memory" in said
     assert (
         "ours: 3 steps, 300 tokens (150 a second), 3.0 epochs in 2.0 s, loss 9.000 to 1.000, its first step after 7 s, "
         "1.0 MiB of files, 3.0 GiB of the GPU"
     ) in said
+
+
+def test_folders_are_named_and_other_words_are_not(compare_drafts: ModuleType) -> None:
+    flags = ["--data-path", "/w/speculators_data", "the store", "/wide"]
+    named = compare_drafts.name_folders(
+        {"flags": flags, "model": "/m"}, {"/w": "WORK", "/m": "MODEL", "store": "STORE"}
+    )
+    assert named == {"flags": ["--data-path", "WORK/speculators_data", "the store", "/wide"], "model": "MODEL"}
+
+
+def test_a_store_that_is_refused_leaves_no_folder(
+    compare_drafts: ModuleType, work: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def prepare(work: Any, folder: Path, *, strict: bool) -> str:
+        raise OverlayError("no such store")
+
+    monkeypatch.setattr(compare_drafts, "prepare", prepare)
+    fresh = replace(work, output=str(tmp_path / "fresh"))
+    with pytest.raises(OverlayError, match="no such store"):
+        compare_drafts.compare_in(tmp_path / "work", fresh, strict=True)
+    assert not (tmp_path / "fresh").exists() and not (tmp_path / "work").exists()
 
 
 @pytest.fixture

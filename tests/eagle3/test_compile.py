@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.eagle3.test_draft import make_document, make_draft, make_head
 from vllm_overlay.eagle3.batch import make_chunks, pack
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 BATCHES = ((300, 250, 180), (160, 96), (256, 128, 128, 128))
 
 
-def test_one_compilation_for_batches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_does_not_depend_on_the_size_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What inductor asks on a GPU is not in it: see compile_options."""
     monkeypatch.setattr("vllm_overlay.eagle3.batch.make_chunks", partial(make_chunks, targets_per_chunk=64))
     torch.compiler.reset()
     graphs: list[int] = []
@@ -50,8 +52,8 @@ def test_a_run_tells_torch_not_to_ask_for_the_rows(
 ) -> None:
     options = compile_options()
     torch.compile(lambda x: x, options=options)  # raises where torch does not know one
-    name = "triton.mix_order_reduction_non_strict_mode"
-    assert options == ({name: True} if name in torch._inductor.list_options() else {})
+    knows = Version(torch.__version__).release >= (2, 11)
+    assert options == ({"triton.mix_order_reduction_non_strict_mode": True} if knows else {})
 
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: told.append(how))

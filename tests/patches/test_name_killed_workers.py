@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,20 @@ def test_one_that_does_not_die_in_time_is_named_too(shut_down: Any, monkeypatch:
     monkeypatch.setattr("vllm_overlay.patches.name_killed_workers.LAST_SECONDS", 0.2)
     shut_down(LINGERING)
     (failure,) = failures.read_failures({os.getpid()})
-    assert failure.headline.startswith("WorkerDied: the worker is ending, and how is not known after 0 s (rank 0")
+    assert failure.headline.startswith("WorkerDied: the worker is ending, and how is not known yet (rank 0")
+
+
+def test_who_asks_while_a_worker_dies_hears_of_it(shut_down: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+
+    def sleep_and_ask(seconds: float) -> None:
+        heard.extend(one.headline for one in failures.read_failures({os.getpid()}))
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr("vllm_overlay.patches.name_killed_workers.time.sleep", sleep_and_ask)
+    shut_down(DYING)
+    assert heard[0].startswith("WorkerDied: the worker is ending, and how is not known yet (rank 0")
 
 
 def test_other_ends_are_told_without_a_guess(shut_down: Any) -> None:
@@ -114,6 +128,7 @@ def test_other_ends_are_told_without_a_guess(shut_down: Any) -> None:
     assert told == {
         0: "the worker was killed by SIGABRT",
         1: "the worker ended with exit status 3",
+        2: "the worker ended with exit status 0",
         3: f"the worker was killed by signal {signal.SIGRTMIN + 3}",
     }
 
