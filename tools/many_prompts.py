@@ -315,6 +315,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=48_000, help="conversations (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts (default: %(default)s)")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error("--count counts from 1")
     try:
         prompts = list(write_prompts(read_words(), args.count, args.seed))
     except NoWords as error:
