@@ -27,7 +27,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_training import parse_sides, run_process
+from compare_training import name_folders, parse_sides, run_process
 from draft_sides import KNOWN_SIDES, MEETING_SECONDS, WARM_UP, Work, prepare
 from training_sides import MIB
 
@@ -132,18 +131,6 @@ def write(report: dict[str, Any], work: Work, folder: Path) -> None:
     names = {str(folder): "WORK", work.model: "MODEL", work.store: "STORE", work.output: "OUTPUT"}
     text = json.dumps(name_folders(report, names), indent=1)
     Path(work.output, "drafts.json").write_text(text + "\n")
-
-
-def name_folders(value: Any, names: Mapping[str, str]) -> Any:
-    """The report with every text that is one of these folders, or a path in one, by its name."""
-    if isinstance(value, dict):
-        return {key: name_folders(each, names) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [name_folders(each, names) for each in value]
-    for folder, name in sorted(names.items(), key=lambda one: -len(one[0])):  # one may lie in another
-        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-            return name + value[len(folder) :]
-    return value
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,27 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "preparing_seconds": round(time.monotonic() - began, 1),
         "sides": {},
     }
+    names = {str(folder): "WORK", work.model: "MODEL", work.store: "STORE"}
     for side in args.sides:
         print(f"== {side}", flush=True)
         result = run_side(side, folder, args.side_seconds)
         report["sides"][side] = result if "error" in result else summarise(result, work.warm_up)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")  # what there is, if the next one takes all down
+        text = json.dumps(name_folders(report, names), indent=1)
+        args.output.write_text(text + "\n")  # what there is, if the next one takes all down
         print("\n".join(describe(report["sides"])), flush=True)
     return report
+
+
+def name_folders(value: Any, names: Mapping[str, str]) -> Any:
+    """The report with every text that is one of these folders, or a path in one, by its name."""
+    if isinstance(value, dict):
+        return {key: name_folders(each, names) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [name_folders(each, names) for each in value]
+    for folder, name in sorted(names.items(), key=lambda one: -len(one[0])):  # one may lie in another
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            return name + value[len(folder) :]
+    return value
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,3 +107,20 @@ def test_speculators_is_asked_for_what_ours_does(sides: ModuleType, tmp_path: Pa
     assert int(24 * float(asked["--train-data-ratio"])) == 23  # as speculators splits: one record is for validation
     assert "--draft-attn-impl" not in flags  # its own choices, on a GPU
     assert "eager" in sides.speculators_flags(work, tmp_path, 24, on_gpu=False)
+
+
+def test_the_file_names_no_folder_of_the_machine(
+    compare_training: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    output = tmp_path / "figures.json"
+    monkeypatch.setattr(compare_training, "prepare", lambda *args, **options: None)
+    flags = {"settings": {"flags": ["--data-path", str(tmp_path / "data")]}, "error": "none"}
+    monkeypatch.setattr(compare_training, "run_side", lambda *args: flags)
+    args = argparse.Namespace(
+        model=Path("/m/target"), store=Path("/s/store"), batch_tokens=8, steps=2, warm_up=1, lr=1e-4,
+        draft_vocab_size=4, workers=1, sides=("ours",), side_seconds=1.0, output=output,
+    )  # fmt: skip
+    compare_training.compare(args, tmp_path)
+    written = json.loads(output.read_text())
+    assert (written["work"]["model"], written["work"]["store"]) == ("MODEL", "STORE")
+    assert written["sides"]["ours"]["settings"]["flags"] == ["--data-path", "WORK/data"]
