@@ -47,8 +47,8 @@ DIFFERENCES = (
     "the same on both sides: the store, the target, the draft's vocabulary, three steps of test-time training, tokens "
     "a batch at most, products in bfloat16 on a GPU, gradients clipped to 1, the course of the learning rate, the time",
     "ours is what `vllm-overlay train` does by default: the head and the layer start from the target's, both are "
-    "trained; cross-entropy with the text, the steps weighted 1, 0.8 and 0.64; AdamW (betas 0.9 and 0.95, no decay) "
-    "with a peak of --lr; no further norms",
+    "trained; soft cross-entropy with the target's head, the steps weighted 1, 0.8 and 0.64; AdamW (betas 0.9 and "
+    "0.95, no decay) with a peak of --lr; no further norms",
     "speculators is what `speculators train` does by default: a layer of random weights that it makes itself (without "
     "--from-pretrained: its embeddings and heads are then the target's, looked at in 0.9.0), a frozen head; KL to that "
     "head, the steps weighted alike; Muon for matrices and AdamW for the rest, both with a peak of 1e-3; "
@@ -60,8 +60,8 @@ DIFFERENCES = (
     "speculators' batches are its own sampler's, an epoch after another with what that costs; it pads a batch to its "
     "full length, ours computes the rows that are scored",
     "speculators' two fused loss kernels are given a list of tiles each: torch 2.11 refuses to compile them with one",
-    "in separate runs of this tool, as tools/gpu_checks.sh has them, speculators compiles on the CPU while ours trains "
-    "on the GPU",
+    "in separate runs of this tool, as tools/gpu_checks.sh has them, each side has a GPU of its own; where there is one "
+    "alone, speculators compiles on the CPU while ours trains on it",
     "each side's loop waits for the step before the last, so that it knows the time: speculators' own does not wait",
     "both drafts are rounded to bfloat16, as speculators saves its own",
 )

@@ -5,16 +5,19 @@
 #   rehearsal  `check --rehearse` of the 8B shapes                                                   (1)
 #   benchmark  what capture costs at 8B shapes, to /dev/shm and to the disk of $TMP; store_speed     (5)
 #   training   tokens/s of ours, speculators and SpecForge at 8B shapes                              (10; 6 to compile)
-#   drafts     SmolLM2's own answers with their states, then a draft by ours and one by speculators  (27)
+#   answers    SmolLM2's own answers to many prompts, with their states, into /dev/shm                (5)
+#   drafts     from those a draft by ours and one by speculators                                      (20; two GPUs: 15)
 #   parallel   two GPUs: capture and training                                                        (9)
 # vLLM must be importable and the project installed; for `training` speculators and specforge, for `drafts` speculators.
-# `drafts` wants SMOLLM2, the folder that tools/smollm2.py makes, and PROMPTS, the file that tools/many_prompts.py writes.
+# `answers` and `drafts` want SMOLLM2, the folder that tools/smollm2.py makes, `answers` also PROMPTS, the file
+# that tools/many_prompts.py writes.
 set -eu
 [ $# -gt 1 ] || { echo "usage: sh tools/gpu_checks.sh OUTPUT_DIR PART..." >&2; exit 2; }
 out=$1
 shift
 scratch=${TMP:-/tmp}
 memory=/dev/shm
+gpus=$(nvidia-smi --list-gpus | wc -l)
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING
 # Sixteen threads that wait by spinning for a loop over small tensors took 12 cores from all else.
 export OMP_WAIT_POLICY=PASSIVE
@@ -49,17 +52,20 @@ write_states(folder / 'store', write_model(folder / 'model'))"
     rm -rf "$scratch/8b"
 }
 
-# An engine's scheduler keeps one core busy and the GPU at 7%: three share the prompts, and write one store.
+# Three engines a GPU share the prompts, and write one store: the scheduler of one keeps one core busy and a GPU at 7%.
 capture_answers() {
-    split -n l/3 -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts-"
+    split -n "l/$((3 * gpus))" -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts-"
     engines=
-    for number in 00 01 02; do
-        VLLM_CACHE_ROOT=$scratch/cache-$number VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
-            vllm-overlay prepare "$scratch/prompts-$number.jsonl" \
-            --model "$SMOLLM2" -o "$scratch/dataset-$number" --regenerate --max-tokens 128 \
+    engine=0
+    for prompts in "$scratch"/prompts-*.jsonl; do
+        CUDA_VISIBLE_DEVICES=$((engine % gpus)) VLLM_CACHE_ROOT=$scratch/cache-$engine \
+            VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
+            vllm-overlay prepare "$prompts" \
+            --model "$SMOLLM2" -o "$scratch/dataset-$engine" --regenerate --max-tokens 128 \
             -- --dtype bfloat16 --max-model-len 1024 --gpu-memory-utilization 0.15 \
-            --kv-cache-memory-bytes 8589934592 > "$out/prepare-$number.log" 2>&1 &
+            --kv-cache-memory-bytes 8589934592 > "$out/prepare-$engine.log" 2>&1 &
         engines="$engines $!"
+        engine=$((engine + 1))
     done
     failed=0
     for engine in $engines; do wait "$engine" || failed=1; done
@@ -76,18 +82,23 @@ train_draft() {
     return $status
 }
 
-# speculators compiles for some minutes (six at 8B shapes), on the CPU, while ours trains: each then has the GPU to
-# itself, if it takes as long here.
+# Each side has a GPU to itself. With one, speculators compiles on the CPU for some minutes (six at 8B shapes) while ours
+# trains.
 compare_drafts() {
-    capture_answers
-    train_draft ours-compiled &
+    (
+        export CUDA_VISIBLE_DEVICES=0
+        train_draft ours-compiled
+    ) &
     ours=$!
-    sleep 330
+    [ "$gpus" -gt 1 ] || sleep 330
     failed=0
-    train_draft speculators || failed=1
+    (
+        export CUDA_VISIBLE_DEVICES=$((gpus - 1))
+        train_draft speculators
+    ) || failed=1
     wait $ours || failed=1
-    rm -rf $memory/smollm2
     [ $failed = 0 ]
+    rm -rf $memory/smollm2
 }
 
 for part in "$@"; do
@@ -96,6 +107,7 @@ for part in "$@"; do
         rehearsal) keep "$out/rehearsal.log" vllm-overlay check tests/gpu/llama_8b --rehearse ;;
         benchmark) benchmark ;;
         training) compare_training ;;
+        answers) capture_answers ;;
         drafts) compare_drafts ;;
         parallel) run_tests tests/gpu/test_fsdp_gpu.py tests/gpu/test_parallel_gpu.py ;;
         *) echo "gpu_checks: there is no part $part" >&2; exit 2 ;;
