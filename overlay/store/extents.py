@@ -33,10 +33,16 @@ def find_extents_of_each(rows: NDArray[np.int64], starts: Sequence[int]) -> list
 
 def find_holes(extents: Extents) -> list[tuple[int, int]]:
     """The positions without a row, as (first, last) pairs."""
-    ends = np.cumsum(extents[:, 1])
-    return [
-        (int(end - count), int(end - 1)) for (start, count), end in zip(extents, ends, strict=True) if start == HOLE
-    ]
+    holes = extents[:, 0] == HOLE
+    ends = np.cumsum(extents[:, 1])[holes]
+    return list(zip((ends - extents[holes, 1]).tolist(), (ends - 1).tolist(), strict=True))
+
+
+def number_rows(extents: Extents) -> NDArray[np.int64]:
+    """The number of each row of extents without holes, in their order: int64 `[rows]`."""
+    starts, counts = extents[:, 0], extents[:, 1]
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())
 
 
 def merge_extents(extents: Iterable[Extents]) -> Extents:

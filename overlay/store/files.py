@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.index import Index
@@ -49,6 +51,10 @@ class StoreFiles(Protocol[AnyPath]):
         """Rows of a log with this meta as they are stored, `[count, *meta.stored_shape]`; without a copy if it can."""
         ...
 
+    def take(self, file: str, rows: NDArray[np.int64], meta: StoreMeta, out: torch.Tensor) -> None:
+        """Fill `out` `[n, *meta.stored_shape]` with the rows `[n]` of one shard file, counted within it."""
+        ...
+
     def read_into(self, piece: Piece, meta: StoreMeta, out: memoryview) -> None:
         """Fill `out` with the bytes of whole rows as they are in the file now."""
         ...
@@ -75,6 +81,14 @@ class LocalFiles:
             raise StoreError(f"{self.path / piece.file} is cut short: rows {piece.first}..{last} are not all there")
         return rows
 
+    def take(self, file: str, rows: NDArray[np.int64], meta: StoreMeta, out: torch.Tensor) -> None:
+        content = self._map(file, meta)
+        if rows.max() >= len(content):
+            raise StoreError(f"{self.path / file} is cut short: row {rows.max()} is not there")
+        # By numpy: torch's cat and index_select take 25 and 50 times as long for a hundred rows of 4.6 KB (2.11).
+        # "clip", as no row is outside: with "raise" numpy makes another copy.
+        np.take(_as_bytes(content), rows, axis=0, out=_as_bytes(out), mode="clip")
+
     def read_into(self, piece: Piece, meta: StoreMeta, out: memoryview) -> None:
         """From disk, not from the maps, which this process may have written to."""
         shard = Shard.open(self.path / piece.file, meta)
@@ -98,6 +112,12 @@ class LocalFiles:
         while len(self._maps) > MOST_MAPS:
             self._maps.popitem(last=False)
         return self._maps[file]
+
+
+def _as_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:
+    """`[rows, bytes of a row]`, the same memory."""
+    content: NDArray[np.uint8] = rows.flatten(1).view(torch.uint8).numpy()
+    return content
 
 
 def _map_shard(path: Path, meta: StoreMeta) -> torch.Tensor:

@@ -209,6 +209,12 @@ class Index:
             parts += self.execute("SELECT log, extents, checksum FROM parts WHERE record = ? ORDER BY part", (record,))
         return parts
 
+    def read_further_parts(self, record: int) -> list[tuple[int, bytes]]:
+        """(log, packed extents) of each part of a record but the first, which stands with the record."""
+        if self.version < 2:
+            return []
+        return self.execute("SELECT log, extents FROM parts WHERE record = ? ORDER BY part", (record,))
+
     def read_extents(self, log: int) -> list[Extents]:
         """The extents of everything that records refer to in this log."""
         blobs = self.execute("SELECT extents FROM records WHERE log = ?", (log,))

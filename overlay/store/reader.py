@@ -7,15 +7,17 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_overlay.store.checksum import COMPUTE_CHECKSUM
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
-from vllm_overlay.store.extents import HOLE, Extents, find_holes, unpack_extents
+from vllm_overlay.store.extents import HOLE, Extents, find_holes, number_rows, unpack_extents
 from vllm_overlay.store.files import Piece, StoreFiles
 from vllm_overlay.store.float8 import unpack_rows
 from vllm_overlay.store.index import Index
@@ -23,7 +25,7 @@ from vllm_overlay.store.log import ShardRows
 from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.remote import StorePath, find_files, find_path
 
-COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids"
+COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, log, extents"
 
 
 class LogRows:
@@ -33,6 +35,7 @@ class LogRows:
         self._files = files
         self._metas: dict[int, StoreMeta] = {}
         self._shards: dict[int, list[ShardRows]] = {}
+        self._bounds: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     @property
     def folder(self) -> StorePath:
@@ -43,6 +46,9 @@ class LogRows:
         """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
         self._metas[log] = index.read_log_meta(log)
         self._shards[log] = index.read_shards(log)
+        first = np.array([shard.first_row for shard in self._shards[log]], dtype=np.int64)
+        stop = np.array([*(shard.first_row + shard.rows for shard in self._shards[log]), 0], dtype=np.int64)
+        self._bounds[log] = first, stop  # no row is before the 0 that stands for the shard -1
 
     def meta(self, log: int) -> StoreMeta:
         """What is true of the log's rows."""
@@ -71,10 +77,25 @@ class LogRows:
 
         Raises StoreError if a shard is missing or cut short.
         """
-        pieces = [piece for start, count in extents.tolist() for piece in self.split(log, start, count)]
-        views = [self._files.view(piece, self._metas[log]) for piece in pieces]
-        rows = views[0] if len(views) == 1 else torch.cat(views)
-        return unpack_rows(rows) if self._metas[log].is_packed else rows
+        meta = self._metas[log]
+        pieces = list(self.split(log, *extents[0].tolist())) if len(extents) == 1 else []
+        rows = self._files.view(pieces[0], meta) if len(pieces) == 1 else self._copy(log, number_rows(extents))
+        return unpack_rows(rows) if meta.is_packed else rows
+
+    def _copy(self, log: int, rows: NDArray[np.int64]) -> torch.Tensor:
+        """As they are stored. Of a request that was decoded beside others every row lies by itself."""
+        meta, shards = self._metas[log], self._shards[log]
+        first, stop = self._bounds[log]
+        at = np.searchsorted(first, rows, side="right") - 1  # -1 before the first shard
+        outside = rows >= stop[at]
+        if outside.any():
+            raise StoreError(f"row {rows[outside][0]} of log {log} is in no shard of {self.folder}")
+        copied = torch.empty((len(rows), *meta.stored_shape), dtype=meta.stored_dtype)
+        cuts = [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(rows)]
+        for start, stop in pairwise(cuts):
+            shard = shards[at[start]]
+            self._files.take(shard.file, rows[start:stop] - shard.first_row, meta, copied[start:stop])
+        return copied
 
     def read_into(self, log: int, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of rows from `start` on, as they are in the files now."""
@@ -290,14 +311,18 @@ class Store:
         return f"{COLUMNS}, {self.index.first_position}"
 
     def _fetch(self, number: int, columns: str) -> tuple[Any, ...]:
-        length = len(self)
-        if not -length <= number < length:
-            raise IndexError(f"record {number} of {self._folder}, which has {length}")
-        return self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (number % length + 1,))[0]
+        at = number if number >= 0 else number + len(self)
+        found = self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (at + 1,)) if at >= 0 else []
+        if not found:
+            raise IndexError(f"record {number} of {self._folder}, which has {len(self)}")
+        return found[0]
 
     def _make_record(self, row: tuple[Any, ...]) -> Record:
-        record, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, first_position = row
-        parts = [RecordPart(log, unpack_extents(blob)) for log, blob, _ in self.index.read_parts(record)]
+        (
+            record, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, log, extents,
+            first_position,
+        ) = row  # fmt: skip
+        parts = [(log, extents), *self.index.read_further_parts(record)]
         return Record(
             request_id=request_id,
             token_ids=torch.from_numpy(np.frombuffer(token_ids, dtype="<i8").astype(np.int64)),
@@ -308,7 +333,7 @@ class Store:
             tag=tag,
             first_position=first_position,
             _layer_ids=self.layer_ids,
-            _parts=tuple(map(self._learn, parts)),
+            _parts=tuple(self._learn(RecordPart(log, unpack_extents(blob))) for log, blob in parts),
             _rows=self._rows,
         )
 

@@ -16,9 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_overlay.store.errors import StoreError
+from vllm_overlay.store.extents import find_extents
 from vllm_overlay.store.files import LocalFiles, Piece, StoreFiles
 from vllm_overlay.store.index import INDEX_FILE, Index
 from vllm_overlay.store.log import SHARDS_FOLDER
@@ -91,6 +94,12 @@ class RemoteFiles:
         """`[rows, layers, hidden]`, or packed rows, in memory of their own."""
         content = bytearray(self._fetch(piece, meta))
         return torch.frombuffer(content, dtype=torch.uint8).view(meta.stored_dtype).view(-1, *meta.stored_shape)
+
+    def take(self, file: str, rows: NDArray[np.int64], meta: StoreMeta, out: torch.Tensor) -> None:
+        at = 0
+        for first, count in find_extents(rows).tolist():
+            out[at : at + count] = self.view(Piece(file, first, count), meta)
+            at += count
 
     def read_into(self, piece: Piece, meta: StoreMeta, out: memoryview) -> None:
         out[:] = self._fetch(piece, meta)

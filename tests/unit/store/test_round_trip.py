@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_overlay.store import IncompleteRecordError, Store, StoreError, StoreWriter
+from vllm_overlay.store.float8 import pack_rows, unpack_rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -70,6 +71,36 @@ def test_several_extents_across_shards(store_path, meta, make_rows, make_record)
     assert torch.equal(store["b"].hidden_states, rows[1:5])
     files = sorted(path.name for path in (store_path / "shards").iterdir())
     assert files == [f"0001-{number:05d}.safetensors" for number in range(4)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_rows_that_lie_by_themselves_come_in_their_order(
+    dtype: str, store_path, make_meta, make_rows, make_record
+) -> None:
+    """As of a request that was decoded beside others, over shards of 5 rows, and with rows of a shared prefix."""
+    meta = make_meta(dtype=dtype)
+    rows = make_rows(40, torch.bfloat16)
+    numbers = [33, 34, *range(0, 32, 3), 2, 2, 39]
+    with StoreWriter.open(store_path, meta, rows_per_shard=5) as writer:
+        stored = pack_rows(rows) if meta.is_packed else rows
+        writer.append(stored)
+        writer.commit([make_record("a", numbers)])
+    with Store.open(store_path) as store:
+        found = store["a"].hidden_states
+    assert torch.equal(found, (unpack_rows(stored) if meta.is_packed else rows)[numbers])
+
+
+def test_a_shard_that_lost_its_end_is_named_by_records_in_pieces(store_path, meta, make_rows, make_record) -> None:
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(6))
+        writer.commit([make_record("a", [0, 2, 4]), make_record("b", [1, 3, 5])])
+    [shard] = store_path.glob("shards/*.safetensors")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+    with Store.open(store_path) as store:
+        assert store["a"].hidden_states.shape == (3, 3, 8)
+        with pytest.raises(StoreError, match=r"0001-00000.safetensors is cut short: row 5 is not there"):
+            _ = store["b"].hidden_states
 
 
 def test_one_extent_is_a_view_of_the_file_without_warning(store_path, meta, make_rows, make_record) -> None:
