@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,27 @@ class Document:
     final_states: torch.Tensor
     loss_mask: torch.Tensor
     first_position: int = 0
+
+
+class Text(Protocol):
+    """What a batch wants to know of a document beside its states; as in `Document`."""
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+
+    @property
+    def loss_mask(self) -> torch.Tensor: ...
+
+    @property
+    def first_position(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which of a row's layers are which: three features, a slice where they are neighbours, and the last state."""
+
+    features: slice | list[int]
+    final: int
 
 
 @dataclass(frozen=True)
@@ -60,21 +82,28 @@ class Batch:
         return len(self.positions)
 
 
-def pack(documents: Sequence[Document], steps: int, device: torch.device, attention: str = "mask") -> Batch:
-    """Pack documents for `steps` steps of test-time training. Documents never see each other.
+def pack(
+    texts: Sequence[Text],
+    states: torch.Tensor,
+    columns: Columns,
+    steps: int,
+    device: torch.device,
+    attention: str = "mask",
+) -> Batch:
+    """Pack documents for `steps` steps of test-time training. They never see each other.
 
-    attention: "mask" (see `attention`) or "flex" (see `flex`). On a GPU, copies may still be under way in the current
-    stream.
+    states: `[tokens, layers, target_hidden]`, on the CPU, those of one document after those of the other. attention:
+    "mask" (see `attention`) or "flex" (see `flex`). On a GPU, copies may still be under way in the current stream.
     """
-    lengths = [len(document.token_ids) for document in documents]
+    lengths = [len(text.token_ids) for text in texts]
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    token_ids = torch.cat([document.token_ids for document in documents])
-    loss_mask = torch.cat([document.loss_mask for document in documents]).bool()
+    token_ids = torch.cat([text.token_ids for text in texts])
+    loss_mask = torch.cat([text.loss_mask for text in texts]).bool()
     total = len(token_ids)
     start_of_token = torch.repeat_interleave(starts, torch.tensor(lengths))
     stop_of_token = start_of_token + torch.repeat_interleave(torch.tensor(lengths), torch.tensor(lengths))
     token_numbers = torch.arange(total)
-    first_positions = torch.tensor([document.first_position for document in documents])
+    first_positions = torch.tensor([text.first_position for text in texts])
     first_of_token = torch.repeat_interleave(first_positions, torch.tensor(lengths))
 
     # A shift past the document's end finds nothing to score; the clamp only keeps the index legal.
@@ -88,33 +117,26 @@ def pack(documents: Sequence[Document], steps: int, device: torch.device, attent
     target_number = is_target.cumsum(0) - 1
     scored = [count[rows].nonzero()[:, 0] for count in counts]
     scored_targets = [target_number[safe[rows[index]]] for safe, index in zip(clamped, scored, strict=True)]
-    final_states = [
-        document.final_states[chosen] for document, chosen in zip(documents, is_target.split(lengths), strict=True)
-    ]
+    sent = states.to(device, non_blocking=True)
     return Batch(
-        features=_send([document.features for document in documents], device),
-        next_tokens=_send([token_ids[clamped[0]]], device),
-        positions=_send([token_numbers - start_of_token + first_of_token], device),
-        rows=_send([rows], device),
+        features=sent[:, columns.features],
+        next_tokens=_send(token_ids[clamped[0]], device),
+        positions=_send(token_numbers - start_of_token + first_of_token, device),
+        rows=_send(rows, device),
         sight=make_blocks(rows, starts.tolist(), total, device)
         if attention == "flex"
         else make_spans(rows, starts.tolist()),
-        row_tokens=[_send([token_ids[safe[rows]]], device) for safe in clamped],
-        scored=[_send([index], device) for index in scored],
-        scored_targets=[_send([targets], device) for targets in scored_targets],
-        final_states=_send(final_states, device),
+        row_tokens=[_send(token_ids[safe[rows]], device) for safe in clamped],
+        scored=[_send(index, device) for index in scored],
+        scored_targets=[_send(targets, device) for targets in scored_targets],
+        final_states=sent[_send(is_target.nonzero()[:, 0], device), columns.final],
         chunks=make_chunks(scored_targets, int(is_target.sum())),
     )
 
 
-def _send(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The parts one after another, on the device. From memory that cannot be paged out a GPU copies by itself, several
-    times as fast."""
-    if device.type == "cpu":
-        return torch.cat(list(parts))
-    shape = sum(map(len, parts)), *parts[0].shape[1:]
-    staged = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
-    return torch.cat(list(parts), out=staged).to(device, non_blocking=True)
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From memory that cannot be paged out a GPU copies by itself, while the host goes on."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def make_chunks(
@@ -122,7 +144,10 @@ def make_chunks(
 ) -> list[Chunk]:
     """Cut the targets; `scored_targets` (for each step int64 [n], on the CPU) ascend, so each chunk's rows are
     slices."""
-    edges = torch.tensor([*range(0, num_targets, targets_per_chunk), num_targets])
+    starts = range(0, num_targets, targets_per_chunk)
+    if len(starts) > 1 and num_targets - starts[-1] == 1:
+        starts = starts[:-1]  # for one target alone torch would compile once more (2.11, seen on an H200)
+    edges = torch.tensor([*starts, num_targets])
     cuts = [torch.searchsorted(targets, edges).tolist() for targets in scored_targets]
     return [
         Chunk(slice(start, stop), [slice(cut[number], cut[number + 1]) for cut in cuts])

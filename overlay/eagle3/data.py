@@ -7,11 +7,12 @@ import operator
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from vllm_overlay.eagle3.batch import Document
+from vllm_overlay.eagle3.batch import Columns, Document
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import Record, Store, StoreMeta
 
@@ -61,10 +62,12 @@ class Corpus:
         self.skipped = skipped
         columns = list(stores[0].layer_ids)
         chosen = [columns.index(layer) for layer in feature_ids]
-        # Neighbours are read as a view of the file, others are copied once more.
+        # Neighbours are read as a view, others are copied once more.
         neighbours = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
-        self._feature_columns = slice(chosen[0], chosen[0] + len(chosen)) if neighbours else chosen
-        self._final_column = columns.index(stores[0].meta.num_hidden_layers)
+        self.columns = Columns(
+            features=slice(chosen[0], chosen[0] + len(chosen)) if neighbours else chosen,
+            final=columns.index(stores[0].meta.num_hidden_layers),
+        )
 
     @property
     def meta(self) -> StoreMeta:
@@ -88,8 +91,22 @@ class Corpus:
     def document(self, entry: Entry) -> Document:
         """Read the states of one record, in the store's dtype."""
         states = self.stores[entry.store][entry.index].hidden_states[: entry.num_tokens]  # [T, layers, hidden]
-        features, final = states[:, self._feature_columns], states[:, self._final_column]
+        features, final = states[:, self.columns.features], states[:, self.columns.final]
         return Document(entry.token_ids, features, final, entry.loss_mask, entry.first_position)
+
+    def read_states(self, entries: Sequence[Entry], *, pinned: bool = False) -> torch.Tensor:
+        """Those of many records, one after another: `[tokens, layers, hidden]`, `columns` says which is which.
+
+        pinned: in memory that cannot be paged out, from which a GPU copies by itself and several times as fast.
+        """
+        ends = list(accumulate(entry.num_tokens for entry in entries))
+        shape = ends[-1], len(self.stores[0].layer_ids), self.meta.hidden_size
+        states = torch.empty(shape, dtype=self.meta.torch_dtype, pin_memory=pinned)
+        places = [slice(end - entry.num_tokens, end) for entry, end in zip(entries, ends, strict=True)]
+        for number, store in enumerate(self.stores):
+            mine = [(entry.index, place) for entry, place in zip(entries, places, strict=True) if entry.store == number]
+            store.read_states([index for index, _ in mine], [place for _, place in mine], states)
+        return states
 
     def close(self) -> None:
         for store in self.stores:

@@ -141,11 +141,12 @@ class Trainer:
     def load(self, entries: list[Entry]) -> Share:
         """Read this rank's records of a global batch and pack them onto the device."""
         mine = deal(entries, self.ranks.size)[self.ranks.number]
-        documents = [self.source.corpus.document(entry) for entry in mine or entries[:1]]
+        texts, corpus = mine or entries[:1], self.source.corpus
         steps, device = self.settings.ttt_steps, self.ranks.device
         counts = count_scored(entries, steps)
         weights = torch.tensor([weight / max(n, 1) for weight, n in zip(self.step_weights, counts, strict=True)])
-        batch = pack(documents, steps, device, self.settings.attention)
+        states = corpus.read_states(texts, pinned=device.type == "cuda")
+        batch = pack(texts, states, corpus.columns, steps, device, self.settings.attention)
         return Share(entries, counts, weights.to(device), batch, bool(mine))
 
     def take_step(self, step: int, share: Share) -> Taken:

@@ -215,6 +215,13 @@ class Index:
             return []
         return self.execute("SELECT log, extents FROM parts WHERE record = ? ORDER BY part", (record,))
 
+    def read_lone_parts(self, records: Sequence[int]) -> dict[int, tuple[int, bytes]]:
+        """(log, packed extents) of those of these records that have one part alone, by record."""
+        these = f"({', '.join(map(str, records))})"  # numbers, of which SQLite binds no more than some thousands
+        several = f" AND id NOT IN (SELECT record FROM parts WHERE record IN {these})" if self.version >= 2 else ""
+        found = self.execute(f"SELECT id, log, extents FROM records WHERE id IN {these}{several}")
+        return {record: (log, extents) for record, log, extents in found}
+
     def read_extents(self, log: int) -> list[Extents]:
         """The extents of everything that records refer to in this log."""
         blobs = self.execute("SELECT extents FROM records WHERE log = ?", (log,))

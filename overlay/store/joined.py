@@ -17,6 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_overlay.store.errors import StoreError, naming_path
 from vllm_overlay.store.files import StoreFiles
 from vllm_overlay.store.index import INDEX_FILE, Index, lacks_tables
@@ -118,6 +120,14 @@ class JoinedStore(Store):
             return self._find_newest(key)
         member, number = self._place(key)
         return member[number]
+
+    def read_states(self, numbers: Sequence[int], places: Sequence[slice], out: torch.Tensor) -> None:
+        by_member: dict[Store, list[tuple[int, slice]]] = {}
+        for number, place in zip(numbers, places, strict=True):
+            member, own = self._place(number)
+            by_member.setdefault(member, []).append((own, place))
+        for member, found in by_member.items():
+            member.read_states([own for own, _ in found], [place for _, place in found], out)
 
     def tags(self) -> set[str]:
         return set().union(*(member.tags() for member in self._members))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -79,23 +79,30 @@ class LogRows:
         """
         meta = self._metas[log]
         pieces = list(self.split(log, *extents[0].tolist())) if len(extents) == 1 else []
-        rows = self._files.view(pieces[0], meta) if len(pieces) == 1 else self._copy(log, number_rows(extents))
+        if len(pieces) == 1:
+            rows = self._files.view(pieces[0], meta)
+        else:
+            numbers = number_rows(extents)
+            rows = torch.empty((len(numbers), *meta.stored_shape), dtype=meta.stored_dtype)
+            self.copy(log, numbers, np.arange(len(numbers)), rows)
         return unpack_rows(rows) if meta.is_packed else rows
 
-    def _copy(self, log: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        """As they are stored. Of a request that was decoded beside others every row lies by itself."""
+    def copy(self, log: int, rows: NDArray[np.int64], places: NDArray[np.int64], out: torch.Tensor) -> None:
+        """Copy rows `[n]` of a log, as they are stored, to their places `[n]` in `out`.
+
+        Of a request that was decoded beside others every row lies by itself. Raises StoreError as `join`.
+        """
         meta, shards = self._metas[log], self._shards[log]
         first, stop = self._bounds[log]
         at = np.searchsorted(first, rows, side="right") - 1  # -1 before the first shard
         outside = rows >= stop[at]
         if outside.any():
             raise StoreError(f"row {rows[outside][0]} of log {log} is in no shard of {self.folder}")
-        copied = torch.empty((len(rows), *meta.stored_shape), dtype=meta.stored_dtype)
-        cuts = [0, *(np.flatnonzero(np.diff(at)) + 1).tolist(), len(rows)]
-        for start, stop in pairwise(cuts):
-            shard = shards[at[start]]
-            self._files.take(shard.file, rows[start:stop] - shard.first_row, meta, copied[start:stop])
-        return copied
+        content = out.flatten(1).view(torch.uint8).numpy()  # [rows, bytes of a row], the same memory
+        breaks = np.flatnonzero((np.diff(at) != 0) | (np.diff(places) != 1)) + 1
+        for begin, end in pairwise([0, *breaks.tolist(), len(rows)]):
+            shard, place = shards[at[begin]], int(places[begin])
+            self._files.take(shard.file, rows[begin:end] - shard.first_row, meta, content[place : place + end - begin])
 
     def read_into(self, log: int, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of rows from `start` on, as they are in the files now."""
@@ -254,6 +261,26 @@ class Store:
                 raise KeyError(f"{self._folder} has no record of request {key!r}")
             return self._make_record(found[0])
         return self._make_record(self._fetch(operator.index(key), self._columns))
+
+    def read_states(self, numbers: Sequence[int], places: Sequence[slice], out: torch.Tensor) -> None:
+        """Copy the hidden states of records into `out` `[tokens, layers, hidden]`, a tensor of the rows' dtype on the
+        CPU: of each as many of its first tokens as its place there has room for.
+
+        Many records at once take less time than each by itself. Raises as `hidden_states` of the first that fails.
+        """
+        parts = {} if self.meta.is_packed else self.index.read_lone_parts([number + 1 for number in numbers])
+        logs: dict[int, list[tuple[Extents, slice]]] = {}
+        for number, place in zip(numbers, places, strict=True):
+            log, extents = parts.get(number + 1, (0, b""))
+            part = RecordPart(log, unpack_extents(extents))
+            if number + 1 not in parts or (part.extents[:, 0] == HOLE).any():
+                out[place] = self[number].hidden_states[: place.stop - place.start]
+            else:
+                logs.setdefault(log, []).append((self._learn(part).extents, place))
+        for log, found in logs.items():
+            rows = [number_rows(extents)[: place.stop - place.start] for extents, place in found]
+            places_of = [np.arange(place.start, place.stop) for _, place in found]
+            self._rows.copy(log, np.concatenate(rows), np.concatenate(places_of), out)
 
     def tags(self) -> set[str]:
         """The tags that records have."""

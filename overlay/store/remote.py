@@ -95,10 +95,11 @@ class RemoteFiles:
         content = bytearray(self._fetch(piece, meta))
         return torch.frombuffer(content, dtype=torch.uint8).view(meta.stored_dtype).view(-1, *meta.stored_shape)
 
-    def take(self, file: str, rows: NDArray[np.int64], meta: StoreMeta, out: torch.Tensor) -> None:
+    def take(self, file: str, rows: NDArray[np.int64], meta: StoreMeta, out: NDArray[np.uint8]) -> None:
         at = 0
         for first, count in find_extents(rows).tolist():
-            out[at : at + count] = self.view(Piece(file, first, count), meta)
+            content = self._fetch(Piece(file, first, count), meta)
+            out[at : at + count] = np.frombuffer(content, dtype=np.uint8).reshape(count, meta.row_bytes)
             at += count
 
     def read_into(self, piece: Piece, meta: StoreMeta, out: memoryview) -> None:

@@ -62,18 +62,18 @@ def do(job: Job, ranks: Ranks) -> None:
 
 
 def fail_on_the_second_rank(*arguments: Any, **options: Any) -> Result:
-    """`train`, where rank 1 cannot read its fifth record."""
-    read = Corpus.document
+    """`train`, where rank 1 cannot read its fifth batch."""
+    read = Corpus.read_states
     count = 0
 
-    def read_or_fail(self: Corpus, entry: Any) -> Any:
+    def read_or_fail(self: Corpus, entries: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
         if os.environ["RANK"] == "1" and count == 5:
-            raise OverlayError("the fifth record cannot be read")
-        return read(self, entry)
+            raise OverlayError("the fifth batch cannot be read")
+        return read(self, entries, **options)
 
-    with mock.patch.object(Corpus, "document", read_or_fail):
+    with mock.patch.object(Corpus, "read_states", read_or_fail):
         return train(*arguments, **options)
 
 

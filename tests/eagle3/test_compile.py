@@ -10,8 +10,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.eagle3.test_draft import make_document, make_draft, make_head
-from vllm_overlay.eagle3.batch import make_chunks, pack
+from tests.eagle3.test_draft import make_document, make_draft, make_head, pack_documents
+from vllm_overlay.eagle3.batch import make_chunks
 from vllm_overlay.eagle3.epochs import Epochs
 from vllm_overlay.eagle3.initialisation import create_draft, draft_config
 from vllm_overlay.eagle3.loss import Objective
@@ -22,8 +22,9 @@ from vllm_overlay.eagle3.trainer import Trainer, compile_options
 from vllm_overlay.eagle3.vocabulary import choose_vocabulary, count_tokens
 
 CPU = torch.device("cpu")
-# Documents of each batch: other numbers of them, of rows, of chunks; tokens that fill their blocks of 128, or do not.
-BATCHES = ((300, 250, 180), (160, 96), (256, 128, 128, 128))
+# Documents of each batch: other numbers of them, of rows, of chunks; tokens that fill their blocks of 128, or do not;
+# at last three chunks of 64 targets and one target more.
+BATCHES = ((300, 250, 180), (160, 96), (256, 128, 128, 128), (109, 124))
 
 
 def test_tracing_does_not_depend_on_the_size_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +42,7 @@ def test_tracing_does_not_depend_on_the_size_of_a_batch(monkeypatch: pytest.Monk
     for lengths in BATCHES:
         documents = [make_document(n, masked=list(range(20, n)), seed=n) for n in lengths]
         with torch.no_grad():  # flex attention refuses gradients on a CPU
-            objective.score(pack(documents, 2, CPU, "flex"), torch.tensor([0.6, 0.4]))
+            objective.score(pack_documents(documents, 2, CPU, "flex"), torch.tensor([0.6, 0.4]))
         counts.append(len(graphs))
     torch.compiler.reset()
     assert counts == [3] * len(BATCHES)  # the draft, the target's head, the loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from vllm_overlay.eagle3.attention import make_spans
-from vllm_overlay.eagle3.batch import Document, make_chunks, pack
+from vllm_overlay.eagle3.batch import Batch, Columns, Document, make_chunks, pack
 from vllm_overlay.eagle3.draft import Draft, DraftConfig
 from vllm_overlay.eagle3.loss import Objective, Scores, TargetHead, unroll
 
@@ -52,6 +53,12 @@ def make_document(length: int, masked: list[int] | None = None, seed: int = 1) -
         torch.randn(length, 32, generator=generator),
         mask,
     )
+
+
+def pack_documents(documents: Sequence[Document], steps: int, device: torch.device, attention: str = "mask") -> Batch:
+    """With their states one after another, as a corpus reads them."""
+    rows = [torch.cat([each.features, each.final_states[:, None]], 1) for each in documents]
+    return pack(documents, torch.cat(rows), Columns(slice(0, 3), 3), steps, device, attention)
 
 
 def make_head(seed: int = 2) -> TargetHead:
@@ -131,7 +138,7 @@ def test_steps_and_gradients_equal_a_token_by_token_unroll(hidden_size: int, for
     document = Document(
         document.token_ids, document.features.double(), document.final_states.double(), document.loss_mask
     )
-    batch = pack([document], 3, CPU)
+    batch = pack_documents([document], 3, CPU)
     assert batch.rows.tolist() == [1, 2, 3, 4, 5, 6, 7]
     outputs = unroll(draft, batch, 3)
     compared = [(number, row) for number, row in enumerate(batch.rows.tolist()) if row < 6]  # row 6 would read token 9
@@ -157,10 +164,10 @@ def test_a_document_is_the_same_alone_and_packed() -> None:
     draft = make_draft()
     documents = [make_document(n, seed=n) for n in (9, 5, 14)]
     with torch.no_grad():
-        together = unroll(draft, pack(documents, 3, CPU), 3)
+        together = unroll(draft, pack_documents(documents, 3, CPU), 3)
         first = 0
         for document in documents:
-            alone = unroll(draft, pack([document], 3, CPU), 3)
+            alone = unroll(draft, pack_documents([document], 3, CPU), 3)
             for step in range(3):
                 torch.testing.assert_close(together[step][first : first + len(alone[step])], alone[step])
             first += len(alone[0])
@@ -171,7 +178,7 @@ def test_documents_do_not_see_each_other() -> None:
     """The loss of one document has no gradient in the features of its neighbours."""
     draft = make_draft()
     before, middle, after = (make_document(8, seed=n) for n in range(3))
-    batch = pack([before, middle, after], 3, CPU)
+    batch = pack_documents([before, middle, after], 3, CPU)
     batch.features.requires_grad_()
     outputs = unroll(draft, batch, 3)
     rows = (batch.rows >= 8) & (batch.rows < 16)
@@ -192,16 +199,16 @@ def test_long_documents_are_cut_into_spans_without_a_change(monkeypatch: pytest.
     ]
     draft, document = make_draft(), make_document(20)
     with torch.no_grad():
-        whole = unroll(draft, pack([document], 3, CPU), 3)
+        whole = unroll(draft, pack_documents([document], 3, CPU), 3)
         monkeypatch.setattr("vllm_overlay.eagle3.batch.make_spans", lambda r, s: make_spans(r, s, rows_per_span=3))
-        cut = unroll(draft, pack([document], 3, CPU), 3)
+        cut = unroll(draft, pack_documents([document], 3, CPU), 3)
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_the_mask_shifts_with_the_tokens() -> None:
     """8 tokens, answer at 4..6: row 3 is scored, row 6 is not; and at step s everything is s further on."""
-    batch = pack([make_document(8, masked=[4, 5, 6])], 3, CPU)
+    batch = pack_documents([make_document(8, masked=[4, 5, 6])], 3, CPU)
     assert batch.rows.tolist() == [1, 2, 3, 4, 5]
     scored = [batch.rows[index].tolist() for index in batch.scored]
     assert scored == [[3, 4, 5], [2, 3, 4], [1, 2, 3]]
@@ -219,20 +226,20 @@ def test_the_row_before_the_answer_learns_and_its_last_does_not(steps: int, lear
     features = document.features.clone().requires_grad_()
     draft = make_draft()
     draft.midlayer.self_attn.o_proj.weight.data.zero_()  # so that no row's gradient comes from a later one
-    batch = pack([replace(document, features=features)], steps, CPU)
+    batch = pack_documents([replace(document, features=features)], steps, CPU)
     Objective(draft, make_head(), steps).score(batch, torch.ones(steps)).weighted.backward()
     assert features.grad.abs().sum((1, 2)).nonzero()[:, 0].tolist() == learning
 
 
 def test_the_mask_ends_with_its_document() -> None:
     """A shift never reaches into the next document, whose first tokens are masked here."""
-    batch = pack([make_document(4, masked=[3]), make_document(4, masked=[0, 1])], 3, CPU)
+    batch = pack_documents([make_document(4, masked=[3]), make_document(4, masked=[0, 1])], 3, CPU)
     assert [batch.rows[index].tolist() for index in batch.scored] == [[2, 4], [1], [0]]
 
 
 def test_a_batch_without_a_scored_row_is_zero() -> None:
     draft = make_draft()
-    batch = pack([make_document(6, masked=[])], 3, CPU)
+    batch = pack_documents([make_document(6, masked=[])], 3, CPU)
     scores = Objective(draft, make_head(), 3).score(batch, torch.tensor([0.5, 0.3, 0.2]))
     scores.weighted.backward()
     assert scores.weighted.item() == 0 and scores.cross_entropy.tolist() == [0, 0, 0]
@@ -241,7 +248,7 @@ def test_a_batch_without_a_scored_row_is_zero() -> None:
 
 def score_plainly(draft: Draft, head: TargetHead, document: Document, weights: torch.Tensor) -> Scores:
     """The whole objective written out, position by position, for autograd."""
-    batch = pack([document], len(weights), CPU)
+    batch = pack_documents([document], len(weights), CPU)
     outputs = unroll(draft, batch, len(weights))
     cross_entropy, kl, agreed = (torch.zeros(3, dtype=weights.dtype) for _ in range(3))
     for step in range(len(weights)):
@@ -277,8 +284,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(
     draft = make_draft().double()
     draft.lm_head.requires_grad_(train_head)
     expected = score_plainly(draft, head, document, weights)
-    batch = pack([document], 3, CPU)
-    assert len(batch.chunks) == (3 if targets_per_chunk == 2 else 1)
+    batch = pack_documents([document], 3, CPU)
+    assert len(batch.chunks) == (2 if targets_per_chunk == 2 else 1)
     scores = Objective(draft, head, 3).score(batch, weights)
     for name in ("weighted", "cross_entropy", "kl", "agreed"):
         torch.testing.assert_close(getattr(scores, name), getattr(expected, name), rtol=1e-12, atol=1e-12)

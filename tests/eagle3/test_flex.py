@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_mask
 
-from tests.eagle3.test_draft import make_document, make_draft, make_head
-from vllm_overlay.eagle3.batch import Batch, Document, pack
+from tests.eagle3.test_draft import make_document, make_draft, make_head, pack_documents
+from vllm_overlay.eagle3.batch import Batch, Document
 from vllm_overlay.eagle3.draft import Draft
 from vllm_overlay.eagle3.flex import BLOCK, make_blocks
 from vllm_overlay.eagle3.loss import Objective, TargetHead
@@ -51,8 +51,8 @@ def test_flex_attention_is_the_mask(dtype: torch.dtype, tolerance: float) -> Non
     """Packed documents of odd lengths, three steps: figures and gradients."""
     draft, documents = make_draft().to(dtype), make_documents(dtype)
     head = TargetHead(torch.ones(32, dtype=dtype), 1e-5, make_head().head.to(dtype))
-    masked = score(draft, head, pack(documents, 3, CPU))
-    flexed = score(draft, head, pack(documents, 3, CPU, "flex"))
+    masked = score(draft, head, pack_documents(documents, 3, CPU))
+    flexed = score(draft, head, pack_documents(documents, 3, CPU, "flex"))
     assert len(masked) == len(flexed) == 4 + len(list(draft.parameters()))
     for one, other in zip(flexed, masked, strict=True):
         scale = float(other.abs().max())
@@ -64,7 +64,7 @@ def test_the_blocks_are_those_of_the_mask() -> None:
     # The second block of rows begins one token before the end of a block of tokens, which it does not see whole.
     lengths = torch.tensor([37, 1260, 150, 2])
     documents = [make_document(n, masked=list(range(n // 5, n))) for n in lengths.tolist()]
-    rows = pack(documents, 3, CPU).rows
+    rows = pack_documents(documents, 3, CPU).rows
     starts, total = (lengths.cumsum(0) - lengths).tolist(), int(lengths.sum())
     blocks = make_blocks(rows, starts, total, CPU)
     number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

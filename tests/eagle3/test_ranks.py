@@ -129,9 +129,9 @@ def test_a_rank_without_a_record_counts_nothing_and_waits_for_nobody(runs: Path)
 def test_an_error_of_one_rank_ends_all_with_its_message(group: Group) -> None:
     assert group.status == 1
     said, summary = group.stderr.split("Root Cause")
-    assert "vllm-overlay: error: rank 1 of 2: the fifth record cannot be read\n" in said
+    assert "vllm-overlay: error: rank 1 of 2: the fifth batch cannot be read\n" in said
     assert said.count("vllm-overlay: error:") == 1 and "closed by peer" not in said
-    assert "OverlayError: the fifth record cannot be read" in summary
+    assert "OverlayError: the fifth batch cannot be read" in summary
     assert [path.name for path in (group.runs / "failed").iterdir()] == ["run"]
 
 

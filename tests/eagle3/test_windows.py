@@ -49,10 +49,10 @@ def test_a_window_is_learnt_from_where_it_was_generated(corpus: Corpus) -> None:
 
 
 def test_the_positions_of_a_window_are_those_in_its_request(corpus: Corpus) -> None:
-    documents = [corpus.document(entry) for entry in corpus.entries]
-    batch = pack(documents, 2, torch.device("cpu"))
+    entries = corpus.entries
+    batch = pack(entries, corpus.read_states(entries), corpus.columns, 2, torch.device("cpu"))
     assert batch.positions.tolist() == [*range(24), *range(5, 14), *range(11, 20)]
-    alone = pack(documents[1:2], 2, torch.device("cpu"))
+    alone = pack(entries[1:2], corpus.read_states(entries[1:2]), corpus.columns, 2, torch.device("cpu"))
     assert alone.positions.tolist() == list(range(5, 14))
 
 

@@ -1,0 +1,98 @@
+"""Many records read at once are those that are read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_overlay.store import IncompleteRecordError, Part, Store, StoreMeta, StoreWriter
+from vllm_overlay.store.float8 import pack_rows
+
+from .conftest import MakeMeta, MakeRecord, MakeRows
+
+NUMBERS = (3, 0, 2, 1, 0)
+LENGTHS = (2, 5, 1, 4, 3)  # some records are cut
+
+
+def read_at_once(store: Store, numbers: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """In places that are not in the order of the records."""
+    out = torch.zeros(sum(lengths) + 1, *store.meta.row_shape, dtype=store.meta.torch_dtype)
+    starts = np.cumsum(lengths) - lengths
+    order = [2, 0, 4, 3, 1]
+    store.read_states(
+        [numbers[i] for i in order], [slice(int(starts[i]), int(starts[i]) + lengths[i]) for i in order], out
+    )
+    assert not out[-1].any()  # nothing is written beside the places
+    return out[:-1]
+
+
+def read_one_by_one(store: Store, numbers: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    return torch.cat([store[number].hidden_states[:length] for number, length in zip(numbers, lengths, strict=True)])
+
+
+def write_in_pieces(path: Path, meta: StoreMeta, rows: torch.Tensor, make_record: MakeRecord) -> None:
+    """Four records side by side over shards of 5 rows: whole, in pieces, backwards, with a shared prefix."""
+    with StoreWriter.open(path, meta, rows_per_shard=5) as writer:
+        writer.append(rows)
+        layouts = [[0, 2, 4, 6, 8], [1, 3, 5, 7], [12, 11, 10], [0, 2, 9, 13]]
+        writer.commit([make_record(f"r{number}", layout) for number, layout in enumerate(layouts)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_in_every_dtype(
+    dtype: str, store_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    meta = make_meta(dtype=dtype)
+    rows = make_rows(14, meta.torch_dtype)
+    write_in_pieces(store_path, meta, pack_rows(rows) if meta.is_packed else rows, make_record)
+    with Store.open(store_path) as store:
+        found = read_at_once(store, NUMBERS, LENGTHS)
+        assert torch.equal(found, read_one_by_one(store, NUMBERS, LENGTHS))
+        if not meta.is_packed:
+            assert torch.equal(found[2:7], rows[[0, 2, 4, 6, 8]])
+
+
+def test_of_replicas(store_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord) -> None:
+    for seed, path in enumerate((store_path / "replica-0-of-2", store_path / "replica-1-of-2")):
+        with StoreWriter.open(path, make_meta()) as writer:
+            writer.append(make_rows(10, seed=seed))
+            writer.commit([make_record("a", [1, 3, 5, 7, 9]), make_record("b", [0, 2, 4, 6, 8])])
+    with Store.open(store_path) as store:
+        found = read_at_once(store, NUMBERS, LENGTHS)
+        assert torch.equal(found, read_one_by_one(store, NUMBERS, LENGTHS))
+        assert torch.equal(found[:2], make_rows(10, seed=1)[[0, 2]])
+
+
+def test_of_pipeline_stages(store_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord) -> None:
+    states = make_rows(20)
+    parts = Part("engine", 0, 2, (0, 1)), Part("engine", 1, 2, (2,))
+    records = [replace(make_record(f"r{number}", range(number, 20, 4)), number=number) for number in range(4)]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(StoreWriter.open(store_path, meta, part=part)) for part in parts]
+        for writer, part in zip(writers, parts, strict=True):
+            writer.append(states[:, list(part.columns)].contiguous())
+            writer.commit(records)
+    with Store.open(store_path) as store:
+        found = read_at_once(store, NUMBERS, LENGTHS)
+        assert torch.equal(found, read_one_by_one(store, NUMBERS, LENGTHS))
+        assert torch.equal(found[:2], states[[3, 7]])
+
+
+def test_an_incomplete_one_among_them_is_named(
+    store_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    with StoreWriter.open(store_path, meta) as writer:
+        writer.append(make_rows(4))
+        writer.commit([make_record("whole", [0, 2]), make_record("holed", [1, -1, 3])])
+    with Store.open(store_path) as store:
+        out = torch.zeros(5, 3, 8)
+        with pytest.raises(IncompleteRecordError, match=r"record 'holed' .* positions 1 of 0-2 have no hidden states"):
+            store.read_states([0, 1], [slice(0, 2), slice(2, 5)], out)
+        with pytest.raises(IndexError, match=r"record 2 of .*, which has 2"):
+            store.read_states([0, 2], [slice(0, 2), slice(2, 5)], out)
