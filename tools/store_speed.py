@@ -1,6 +1,7 @@
 """How fast a store is written and read, as a share of what the disk gives to plain writes and reads of the same bytes.
 
-usage: python tools/store_speed.py FOLDER [--mib 1024] [--rounds 3] [--warm] [--dtype bfloat16|fp8] [--json FILE]
+usage: python tools/store_speed.py FOLDER [--mib 1024] [--rounds 3] [--warm] [--dtype bfloat16|fp8] [--beside N]
+                                          [--json FILE]
 
 Makes a store in FOLDER, which must be new, through StoreWriter, with rows of the shape of EAGLE-3 on Llama-3.1-8B (4
 layers of 4096 in bfloat16, 32 KiB a token) and records of 64 to 1024 tokens, and removes it at the end. Then, a round:
@@ -8,10 +9,14 @@ layers of 4096 in bfloat16, 32 KiB a token) and records of 64 to 1024 tokens, an
     write     append every record, commit about every 128 MiB, close; against write() of the same bytes and one fsync
     in order  copy every record's hidden states into one buffer; against readinto() of the shard files, as large pieces
     shuffled  the same in a random order; against readinto() of such pieces of the shard files in a random order
+    batches   the same, 16 records at a time by Store.read_states, as training reads them; against the same
 
 Before each reading pass the shards are dropped from the page cache (POSIX_FADV_DONTNEED, needs no root), and mincore
 says what share of their pages was left. With --warm they stay where the writing left them. The medians of the rounds
 are shown. What lies below the system, a host's cache for a virtual disk, cannot be dropped from here.
+
+With --beside N, N records are written at a time, a row of each after the other, as requests are that are decoded beside
+each other: every row of a record then lies by itself. Without it the rows of a record lie together, as a prompt's do.
 
 With --dtype fp8 rows are in float8, packed before and made bfloat16 as they are read; bytes are those on disk.
 """
@@ -31,11 +36,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from vllm_overlay.store import PendingRecord, Store, StoreError, StoreMeta, StoreWriter, float8, pack_rows
@@ -43,7 +50,12 @@ from vllm_overlay.store import PendingRecord, Store, StoreError, StoreMeta, Stor
 MIB = 1 << 20
 COMMIT_BYTES = 128 * MIB
 SHORTEST, LONGEST = 64, 1024  # tokens of a record
-PASSES = ("write", "plain write", "in order", "plain in order", "shuffled", "plain shuffled")
+BATCH = 16  # records
+PASSES = ("write", "plain write", "in order", "plain in order", "shuffled", "plain shuffled", "batches")
+# What each is a share of.
+PLAIN = {
+    "write": "plain write", "in order": "plain in order", "shuffled": "plain shuffled", "batches": "plain shuffled",
+}  # fmt: skip
 BFLOAT16 = StoreMeta(
     layer_ids=(2, 16, 29, 32),
     hidden_size=4096,
@@ -66,14 +78,14 @@ def choose_lengths(meta: StoreMeta, mib: int, seed: int) -> list[int]:
     return chosen
 
 
-def write_store(folder: Path, meta: StoreMeta, lengths: Sequence[int], rows: torch.Tensor) -> float:
-    """Seconds from the opening of the writer to its end."""
+def write_store(folder: Path, meta: StoreMeta, lengths: Sequence[int], rows: torch.Tensor, beside: int) -> float:
+    """Seconds from the opening of the writer to its end. beside: records that are written at a time."""
     started = time.perf_counter()
     with StoreWriter.open(folder, meta) as writer:
         waiting: list[PendingRecord] = []
-        for number, length in enumerate(lengths):
-            first = writer.append(rows[:length])
-            waiting.append(_make_record(number, first, length))
+        for number in range(0, len(lengths), beside):
+            for place, numbers in enumerate(append_beside(writer, lengths[number : number + beside], rows)):
+                waiting.append(_make_record(number + place, numbers))
             if sum(len(record.rows) for record in waiting) * meta.row_bytes >= COMMIT_BYTES:
                 writer.commit(waiting)
                 waiting = []
@@ -81,11 +93,25 @@ def write_store(folder: Path, meta: StoreMeta, lengths: Sequence[int], rows: tor
     return time.perf_counter() - started
 
 
-def _make_record(number: int, first: int, length: int) -> PendingRecord:
+def append_beside(writer: StoreWriter, lengths: Sequence[int], rows: torch.Tensor) -> list[NDArray[np.int64]]:
+    """Append records a row of each at a time, a single one at once. The rows' numbers of each."""
+    if len(lengths) == 1:
+        first = writer.append(rows[: lengths[0]])
+        return [np.arange(first, first + lengths[0])]
+    numbers: list[NDArray[np.int64]] = [np.empty(length, dtype=np.int64) for length in lengths]
+    for step in range(max(lengths)):
+        alive = [mine for mine in numbers if step < len(mine)]
+        first = writer.append(rows[: len(alive)])
+        for place, mine in enumerate(alive):
+            mine[step] = first + place
+    return numbers
+
+
+def _make_record(number: int, rows: NDArray[np.int64]) -> PendingRecord:
     return PendingRecord(
         request_id=str(number),
-        token_ids=np.arange(length, dtype=np.int64),
-        rows=np.arange(first, first + length, dtype=np.int64),
+        token_ids=np.arange(len(rows), dtype=np.int64),
+        rows=rows,
         num_prompt_tokens=1,
         complete=True,
         finish_reason="length",
@@ -112,6 +138,17 @@ def read_store(folder: Path, order: Sequence[int], out: torch.Tensor) -> float:
         for number in order:
             hidden_states = store[number].hidden_states
             out[: len(hidden_states)].copy_(hidden_states)
+    return time.perf_counter() - started
+
+
+def read_batches(folder: Path, order: Sequence[int], lengths: Sequence[int], out: torch.Tensor) -> float:
+    started = time.perf_counter()
+    with Store.open(folder) as store:
+        for first in range(0, len(order), BATCH):
+            numbers = order[first : first + BATCH]
+            ends = list(accumulate(lengths[number] for number in numbers))
+            places = [slice(end - lengths[number], end) for number, end in zip(numbers, ends, strict=True)]
+            store.read_states(numbers, places, out[: ends[-1]])
     return time.perf_counter() - started
 
 
@@ -172,11 +209,11 @@ def make_rows(meta: StoreMeta) -> torch.Tensor:
     return pack_rows(rows) if meta.is_packed else rows
 
 
-def measure(folder: Path, meta: StoreMeta, mib: int, rounds: int, warm: bool) -> dict[str, Any]:
+def measure(folder: Path, meta: StoreMeta, mib: int, rounds: int, warm: bool, beside: int) -> dict[str, Any]:
     """MB/s of each pass in each round, and what share of the shards was cached before each reading pass."""
     lengths = choose_lengths(meta, mib, seed=0)
     rows = make_rows(meta)
-    out = torch.empty(LONGEST, *meta.row_shape, dtype=meta.torch_dtype)
+    out = torch.empty(BATCH * LONGEST, *meta.row_shape, dtype=meta.torch_dtype)
     total = sum(lengths) * meta.row_bytes
     rates: dict[str, list[float]] = {name: [] for name in PASSES}
     cached: list[float] = []
@@ -194,7 +231,7 @@ def measure(folder: Path, meta: StoreMeta, mib: int, rounds: int, warm: bool) ->
 
     for round_ in range(rounds):
         store = folder / f"store-{round_}"
-        note("write", lambda: write_store(store, meta, lengths, rows))  # noqa: B023 - run at once
+        note("write", lambda: write_store(store, meta, lengths, rows, beside))  # noqa: B023 - run at once
         note("plain write", lambda: write_plainly(folder / "plain", lengths, rows))
         shards = sorted(store.glob("shards/*.safetensors"))
         order = random.Random(round_).sample(range(len(lengths)), len(lengths))
@@ -204,19 +241,24 @@ def measure(folder: Path, meta: StoreMeta, mib: int, rounds: int, warm: bool) ->
         note_reading("plain in order", lambda: read_plainly(pieces, out))  # noqa: B023
         note_reading("shuffled", lambda: read_store(store, order, out))  # noqa: B023
         note_reading("plain shuffled", lambda: read_plainly(mixed, out))  # noqa: B023
+        note_reading("batches", lambda: read_batches(store, order, lengths, out))  # noqa: B023
         shutil.rmtree(store)
     bar.close()
-    return {"records": len(lengths), "bytes": total, "dtype": meta.dtype, "MB/s": rates, "cached": cached, "warm": warm}
+    return {
+        "records": len(lengths), "beside": beside, "bytes": total, "dtype": meta.dtype, "MB/s": rates,
+        "cached": cached, "warm": warm,
+    }  # fmt: skip
 
 
 def show(report: dict[str, Any]) -> None:
     state = "warm: left in the page cache" if report["warm"] else "dropped from the page cache before each pass"
-    print(f"{report['records']} records, {report['bytes'] / MIB:.0f} MiB, {report['dtype']}; shards {state}")
+    beside = f", {report['beside']} at a time" if report["beside"] > 1 else ""
+    print(f"{report['records']} records{beside}, {report['bytes'] / MIB:.0f} MiB, {report['dtype']}; shards {state}")
     cached = f"{min(report['cached']):.0%} to {max(report['cached']):.0%}"
     print(f"({cached} of their pages were cached before a pass). Medians of {report['rounds']}, MB/s:\n")
     print(f"{'':10}{'store':>8}{'plain':>8}{'share':>8}")
-    for name in ("write", "in order", "shuffled"):
-        ours, plain = (statistics.median(report["MB/s"][each]) for each in (name, f"plain {name}"))
+    for name, against in PLAIN.items():
+        ours, plain = (statistics.median(report["MB/s"][each]) for each in (name, against))
         print(f"{name:10}{ours:8.0f}{plain:8.0f}{ours / plain:8.0%}")
 
 
@@ -227,17 +269,20 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--warm", action="store_true", help="leave the shards in the page cache")
     parser.add_argument("--dtype", choices=list(METAS), default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--beside", type=int, default=1, metavar="N", help="records that are written at a time (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
     args = parser.parse_args()
-    if args.mib < 1 or args.rounds < 1:
-        parser.error("--mib and --rounds must be at least 1")
+    if args.mib < 1 or args.rounds < 1 or not 1 <= args.beside <= LONGEST:
+        parser.error(f"--mib and --rounds must be at least 1, --beside from 1 to {LONGEST}")
     try:
         args.folder.mkdir()
     except OSError as error:
         print(f"cannot make {args.folder}: {error.strerror}; name a new folder", file=sys.stderr)
         return 1
     try:
-        measured = measure(args.folder, METAS[args.dtype], args.mib, args.rounds, args.warm)
+        measured = measure(args.folder, METAS[args.dtype], args.mib, args.rounds, args.warm, args.beside)
     except (StoreError, OSError) as error:
         print(f"{error}", file=sys.stderr)
         return 1
@@ -246,7 +291,8 @@ def main() -> int:
     report = {
         "command": f"python tools/store_speed.py FOLDER --mib {args.mib} --rounds {args.rounds}"
         + (" --warm" if args.warm else "")
-        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else ""),
+        + (f" --dtype {args.dtype}" if args.dtype != "bfloat16" else "")
+        + (f" --beside {args.beside}" if args.beside > 1 else ""),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "cpus": os.cpu_count(),
