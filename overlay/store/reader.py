@@ -28,14 +28,34 @@ from vllm_overlay.store.remote import StorePath, find_files, find_path
 COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, log, extents"
 
 
+class LogShards:
+    """The shards of a log, in the order of its rows, and where each begins and ends: int64 `[shards]`."""
+
+    def __init__(self, shards: list[ShardRows]) -> None:
+        self.shards = shards
+        self.first = np.array([shard.first_row for shard in shards], dtype=np.int64)
+        self.stop = self.first + np.array([shard.rows for shard in shards], dtype=np.int64)
+
+    @property
+    def end(self) -> int:
+        """The number after the last row's."""
+        return int(self.stop[-1]) if self.shards else 0
+
+    def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Which shard each row `[n]` is in, and whether it is in any."""
+        at = np.searchsorted(self.first, rows, side="right") - 1
+        if not self.shards:
+            return at, np.zeros(len(rows), dtype=bool)
+        return at, (at >= 0) & (rows < self.stop[at])
+
+
 class LogRows:
     """The rows of all logs, found in the store's files."""
 
     def __init__(self, files: StoreFiles[StorePath]) -> None:
         self._files = files
         self._metas: dict[int, StoreMeta] = {}
-        self._shards: dict[int, list[ShardRows]] = {}
-        self._bounds: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._shards: dict[int, LogShards] = {}
 
     @property
     def folder(self) -> StorePath:
@@ -45,22 +65,19 @@ class LogRows:
     def learn(self, log: int, index: Index) -> None:
         """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
         self._metas[log] = index.read_log_meta(log)
-        self._shards[log] = index.read_shards(log)
-        first = np.array([shard.first_row for shard in self._shards[log]], dtype=np.int64)
-        stop = np.array([*(shard.first_row + shard.rows for shard in self._shards[log]), 0], dtype=np.int64)
-        self._bounds[log] = first, stop  # no row is before the 0 that stands for the shard -1
+        # All at once: another thread may be reading.
+        self._shards[log] = LogShards(index.read_shards(log))
 
     def meta(self, log: int) -> StoreMeta:
         """What is true of the log's rows."""
         return self._metas[log]
 
     def knows(self, log: int, end: int) -> bool:
-        shards = self._shards.get(log)
-        return shards is not None and (end == 0 or (len(shards) > 0 and end <= shards[-1].first_row + shards[-1].rows))
+        return log in self._shards and end <= self._shards[log].end
 
     def split(self, log: int, start: int, count: int) -> Iterator[Piece]:
         """The rows, cut where one shard ends and the next begins."""
-        shards = self._shards[log]
+        shards = self._shards[log].shards
         at = bisect_right(shards, start, key=lambda shard: shard.first_row) - 1
         while count:
             if not 0 <= at < len(shards) or start >= shards[at].first_row + shards[at].rows:
@@ -92,16 +109,14 @@ class LogRows:
 
         Of a request that was decoded beside others every row lies by itself. Raises StoreError as `join`.
         """
-        meta, shards = self._metas[log], self._shards[log]
-        first, stop = self._bounds[log]
-        at = np.searchsorted(first, rows, side="right") - 1  # -1 before the first shard
-        outside = rows >= stop[at]
-        if outside.any():
-            raise StoreError(f"row {rows[outside][0]} of log {log} is in no shard of {self.folder}")
+        meta, log_shards = self._metas[log], self._shards[log]
+        at, found = log_shards.find(rows)
+        if not found.all():
+            raise StoreError(f"row {rows[~found][0]} of log {log} is in no shard of {self.folder}")
         content = out.flatten(1).view(torch.uint8).numpy()  # [rows, bytes of a row], the same memory
         breaks = np.flatnonzero((np.diff(at) != 0) | (np.diff(places) != 1)) + 1
         for begin, end in pairwise([0, *breaks.tolist(), len(rows)]):
-            shard, place = shards[at[begin]], int(places[begin])
+            shard, place = log_shards.shards[at[begin]], int(places[begin])
             self._files.take(shard.file, rows[begin:end] - shard.first_row, meta, content[place : place + end - begin])
 
     def read_into(self, log: int, start: int, out: memoryview) -> None:
@@ -263,24 +278,37 @@ class Store:
         return self._make_record(self._fetch(operator.index(key), self._columns))
 
     def read_states(self, numbers: Sequence[int], places: Sequence[slice], out: torch.Tensor) -> None:
-        """Copy the hidden states of records into `out` `[tokens, layers, hidden]`, a tensor of the rows' dtype on the
-        CPU: of each as many of its first tokens as its place there has room for.
+        """Copy the hidden states of records into `out` `[tokens, layers, hidden]`, a contiguous tensor of the rows'
+        dtype on the CPU: of each as many of its first tokens as its place there has room for.
 
-        Many records at once take less time than each by itself. Raises as `hidden_states` of the first that fails.
+        Many records at once take less time than each by itself. Raises as `hidden_states` of the first that fails, and
+        ValueError if `out` is another tensor or a place is larger than its record.
         """
+        self._refuse_misfit(out)
         parts = {} if self.meta.is_packed else self.index.read_lone_parts([number + 1 for number in numbers])
-        logs: dict[int, list[tuple[Extents, slice]]] = {}
+        logs: dict[int, list[tuple[NDArray[np.int64], slice]]] = {}
         for number, place in zip(numbers, places, strict=True):
-            log, extents = parts.get(number + 1, (0, b""))
-            part = RecordPart(log, unpack_extents(extents))
-            if number + 1 not in parts or (part.extents[:, 0] == HOLE).any():
-                out[place] = self[number].hidden_states[: place.stop - place.start]
+            log, blob = parts.get(number + 1, (0, b""))
+            part = RecordPart(log, unpack_extents(blob))
+            if number + 1 in parts and not (part.extents[:, 0] == HOLE).any():
+                rows = number_rows(self._learn(part).extents)
+                _refuse_larger(number, place, len(rows))
+                logs.setdefault(log, []).append((rows[: place.stop - place.start], place))
             else:
-                logs.setdefault(log, []).append((self._learn(part).extents, place))
+                states = self[number].hidden_states
+                _refuse_larger(number, place, len(states))
+                out[place] = states[: place.stop - place.start]
         for log, found in logs.items():
-            rows = [number_rows(extents)[: place.stop - place.start] for extents, place in found]
             places_of = [np.arange(place.start, place.stop) for _, place in found]
-            self._rows.copy(log, np.concatenate(rows), np.concatenate(places_of), out)
+            self._rows.copy(log, np.concatenate([rows for rows, _ in found]), np.concatenate(places_of), out)
+
+    def _refuse_misfit(self, out: torch.Tensor) -> None:
+        right = out.dtype is self.meta.torch_dtype and out.shape[1:] == self.meta.row_shape
+        if not (right and out.is_contiguous() and out.device.type == "cpu"):
+            raise ValueError(
+                f"out is {out.dtype} {list(out.shape)} on {out.device}, where the states of {self._folder} want a "
+                f"contiguous {self.meta.torch_dtype} [tokens, {', '.join(map(str, self.meta.row_shape))}] on the CPU"
+            )
 
     def tags(self) -> set[str]:
         """The tags that records have."""
@@ -380,3 +408,8 @@ class Store:
             ]
         except StoreError:  # they are in no file, which is the record's problem
             return [f"log {part.log} {start}..{start + count - 1}" for start, count in extents]
+
+
+def _refuse_larger(number: int, place: slice, tokens: int) -> None:
+    if not 0 < place.stop - place.start <= tokens:
+        raise ValueError(f"record {number} has {tokens} tokens, and its place in out is {place.start}..{place.stop}")

@@ -96,3 +96,31 @@ def test_an_incomplete_one_among_them_is_named(
             store.read_states([0, 1], [slice(0, 2), slice(2, 5)], out)
         with pytest.raises(IndexError, match=r"record 2 of .*, which has 2"):
             store.read_states([0, 2], [slice(0, 2), slice(2, 5)], out)
+
+
+def test_what_does_not_fit_is_refused(
+    store_path: Path, make_meta: MakeMeta, make_rows: MakeRows, make_record: MakeRecord
+) -> None:
+    with StoreWriter.open(store_path, make_meta(dtype="bfloat16")) as writer:
+        writer.append(make_rows(4, torch.bfloat16))
+        writer.commit([make_record("a", [0, 2]), make_record("b", [1, 2, 3])])
+    with Store.open(store_path) as store:
+        out = torch.zeros(5, 3, 8, dtype=torch.bfloat16)
+        for misfit in (out.float(), out[:, :2], out.transpose(1, 2), torch.zeros(5, 8, 3).bfloat16().transpose(1, 2)):
+            with pytest.raises(ValueError, match=r"out is .*, where the states of .* want a contiguous torch.bfloat16"):
+                store.read_states([0], [slice(0, 2)], misfit)
+        for place in (slice(0, 3), slice(2, 2)):
+            with pytest.raises(ValueError, match="record 0 has 2 tokens, and its place in out is"):
+                store.read_states([0], [place], out)
+        assert not out.any()
+
+
+def test_of_a_store_that_grows(store_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord) -> None:
+    rows = make_rows(12)
+    with StoreWriter.open(store_path, meta, rows_per_shard=4) as writer, Store.open(store_path) as store:
+        for number in range(2):
+            writer.append(rows[6 * number : 6 * number + 6])
+            writer.commit([make_record(f"r{number}", range(6 * number, 6 * number + 6, 2))])
+            out = torch.zeros(3, 3, 8)
+            store.read_states([number], [slice(0, 3)], out)
+            assert torch.equal(out, rows[6 * number : 6 * number + 6 : 2])
