@@ -9,7 +9,7 @@
 #   drafts     from those a draft by ours and one by speculators                                      (20; two GPUs: 15)
 #   parallel   two GPUs: capture and training                                                        (9)
 # vLLM must be importable and the project installed; for `training` speculators and specforge, for `drafts` speculators.
-# `answers` and `drafts` want SMOLLM2, the folder that tools/smollm2.py makes, `answers` also PROMPTS, the file
+# They take all GPUs of the machine. `answers` and `drafts` want SMOLLM2, the folder that tools/smollm2.py makes, `answers` also PROMPTS, the file
 # that tools/many_prompts.py writes.
 set -eu
 [ $# -gt 1 ] || { echo "usage: sh tools/gpu_checks.sh OUTPUT_DIR PART..." >&2; exit 2; }
@@ -17,7 +17,6 @@ out=$1
 shift
 scratch=${TMP:-/tmp}
 memory=/dev/shm
-gpus=$(nvidia-smi --list-gpus | wc -l)
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING
 # Sixteen threads that wait by spinning for a loop over small tensors took 12 cores from all else.
 export OMP_WAIT_POLICY=PASSIVE
@@ -52,12 +51,22 @@ write_states(folder / 'store', write_model(folder / 'model'))"
     rm -rf "$scratch/8b"
 }
 
+count_gpus() {
+    gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+    [ "$gpus" -gt 0 ] || { echo "gpu_checks: torch sees no GPU" >&2; exit 1; }
+}
+
 # Three engines a GPU share the prompts, and write one store: the scheduler of one keeps one core busy and a GPU at 7%.
 capture_answers() {
-    split -n "l/$((3 * gpus))" -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts-"
+    count_gpus
+    for made in $memory/smollm2 "$scratch/prompts"; do
+        [ ! -e "$made" ] || { echo "gpu_checks: $made is there from another run: remove it" >&2; exit 1; }
+    done
+    mkdir "$scratch/prompts"
+    split -n "l/$((3 * gpus))" -d --additional-suffix .jsonl "$PROMPTS" "$scratch/prompts/"
     engines=
     engine=0
-    for prompts in "$scratch"/prompts-*.jsonl; do
+    for prompts in "$scratch"/prompts/*.jsonl; do
         CUDA_VISIBLE_DEVICES=$((engine % gpus)) VLLM_CACHE_ROOT=$scratch/cache-$engine \
             VLLM_OVERLAY=1 VLLM_OVERLAY_CAPTURE=$memory/smollm2 \
             vllm-overlay prepare "$prompts" \
@@ -85,6 +94,7 @@ train_draft() {
 # Each side has a GPU to itself. With one, speculators compiles on the CPU for some minutes (six at 8B shapes) while ours
 # trains.
 compare_drafts() {
+    count_gpus
     (
         export CUDA_VISIBLE_DEVICES=0
         train_draft ours-compiled

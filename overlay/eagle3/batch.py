@@ -11,7 +11,7 @@ import torch
 from vllm_overlay.eagle3.attention import Sight, make_spans
 from vllm_overlay.eagle3.flex import make_blocks
 
-TARGETS_PER_CHUNK = 1024  # bounds the logits held at once to [1024, draft_vocab]
+TARGETS_PER_CHUNK = 1024  # and at times one more: bounds the logits held at once to [1025, draft_vocab]
 
 
 @dataclass(frozen=True)

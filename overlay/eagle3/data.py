@@ -7,6 +7,7 @@ import operator
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,13 +62,11 @@ class Corpus:
         self.entries = entries
         self.skipped = skipped
         columns = list(stores[0].layer_ids)
-        chosen = [columns.index(layer) for layer in feature_ids]
-        # Neighbours are read as a view, others are copied once more.
-        neighbours = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
-        self.columns = Columns(
-            features=slice(chosen[0], chosen[0] + len(chosen)) if neighbours else chosen,
-            final=columns.index(stores[0].meta.num_hidden_layers),
-        )
+        features = [columns.index(layer) for layer in feature_ids]
+        final = columns.index(stores[0].meta.num_hidden_layers)
+        self._in_store = Columns(_view_neighbours(features), final)
+        self._used = sorted({*features, final})
+        self.columns = Columns(_view_neighbours([*map(self._used.index, features)]), self._used.index(final))
 
     @property
     def meta(self) -> StoreMeta:
@@ -91,26 +90,38 @@ class Corpus:
     def document(self, entry: Entry) -> Document:
         """Read the states of one record, in the store's dtype."""
         states = self.stores[entry.store][entry.index].hidden_states[: entry.num_tokens]  # [T, layers, hidden]
-        features, final = states[:, self.columns.features], states[:, self.columns.final]
+        features, final = states[:, self._in_store.features], states[:, self._in_store.final]
         return Document(entry.token_ids, features, final, entry.loss_mask, entry.first_position)
 
     def read_states(self, entries: Sequence[Entry], *, pinned: bool = False) -> torch.Tensor:
-        """Those of many records, one after another: `[tokens, layers, hidden]`, `columns` says which is which.
+        """Those of many records, one after another, of the layers that are trained on: `[tokens, layers, hidden]`,
+        `columns` says which is which. In the dtype that holds those of all stores.
 
         pinned: in memory that cannot be paged out, from which a GPU copies by itself and several times as fast.
         """
         ends = list(accumulate(entry.num_tokens for entry in entries))
-        shape = ends[-1], len(self.stores[0].layer_ids), self.meta.hidden_size
-        states = torch.empty(shape, dtype=self.meta.torch_dtype, pin_memory=pinned)
+        dtype = reduce(torch.promote_types, (store.meta.torch_dtype for store in self.stores))
+        shape = ends[-1], len(self._used), self.meta.hidden_size
+        states = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         places = [slice(end - entry.num_tokens, end) for entry, end in zip(entries, ends, strict=True)]
         for number, store in enumerate(self.stores):
             mine = [(entry.index, place) for entry, place in zip(entries, places, strict=True) if entry.store == number]
-            store.read_states([index for index, _ in mine], [place for _, place in mine], states)
+            if len(store.layer_ids) == len(self._used) and store.meta.torch_dtype is dtype:
+                store.read_states([index for index, _ in mine], [place for _, place in mine], states)
+                continue
+            for index, place in mine:
+                states[place] = store[index].hidden_states[: place.stop - place.start, self._used]
         return states
 
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+
+def _view_neighbours(columns: list[int]) -> slice | list[int]:
+    """Neighbours are read as a view, others are copied."""
+    first = columns[0]
+    return slice(first, first + len(columns)) if columns == [*range(first, first + len(columns))] else columns
 
 
 def default_features(num_hidden_layers: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from vllm_overlay.store.meta import StoreMeta
 from vllm_overlay.store.remote import StorePath, find_files, find_path
 
 COLUMNS = "id, request_id, num_prompt_tokens, complete, finish_reason, tag, loss_mask, token_ids, log, extents"
+LARGEST_ID = 2**63 - 1  # of SQLite
 
 
 class LogShards:
@@ -65,8 +66,10 @@ class LogRows:
     def learn(self, log: int, index: Index) -> None:
         """Read which layers the log has, and which shards by now. A writer that is at work adds to them."""
         self._metas[log] = index.read_log_meta(log)
-        # All at once: another thread may be reading.
-        self._shards[log] = LogShards(index.read_shards(log))
+        found = LogShards(index.read_shards(log))
+        # Another thread may have learnt more meanwhile, and may be reading: the newer ones, and all at once.
+        if log not in self._shards or found.end > self._shards[log].end:
+            self._shards[log] = found
 
     def meta(self, log: int) -> StoreMeta:
         """What is true of the log's rows."""
@@ -281,26 +284,33 @@ class Store:
         """Copy the hidden states of records into `out` `[tokens, layers, hidden]`, a contiguous tensor of the rows'
         dtype on the CPU: of each as many of its first tokens as its place there has room for.
 
-        Many records at once take less time than each by itself. Raises as `hidden_states` of the first that fails, and
-        ValueError if `out` is another tensor or a place is larger than its record.
+        Many records at once take less time than each by itself, but for those that pipeline stages wrote. Raises as
+        `hidden_states` of one that fails, and ValueError if `out` is another tensor, or a place is outside it or larger
+        than its record.
         """
         self._refuse_misfit(out)
-        parts = {} if self.meta.is_packed else self.index.read_lone_parts([number + 1 for number in numbers])
+        parts = self.index.read_lone_parts([number + 1 for number in numbers])
         logs: dict[int, list[tuple[NDArray[np.int64], slice]]] = {}
         for number, place in zip(numbers, places, strict=True):
             log, blob = parts.get(number + 1, (0, b""))
             part = RecordPart(log, unpack_extents(blob))
             if number + 1 in parts and not (part.extents[:, 0] == HOLE).any():
                 rows = number_rows(self._learn(part).extents)
-                _refuse_larger(number, place, len(rows))
+                _refuse_place(number, place, len(rows), len(out))
                 logs.setdefault(log, []).append((rows[: place.stop - place.start], place))
             else:
                 states = self[number].hidden_states
-                _refuse_larger(number, place, len(states))
+                _refuse_place(number, place, len(states), len(out))
                 out[place] = states[: place.stop - place.start]
         for log, found in logs.items():
-            places_of = [np.arange(place.start, place.stop) for _, place in found]
-            self._rows.copy(log, np.concatenate([rows for rows, _ in found]), np.concatenate(places_of), out)
+            rows = np.concatenate([rows for rows, _ in found])
+            in_out = np.concatenate([np.arange(place.start, place.stop) for _, place in found])
+            if self.meta.is_packed:
+                packed = torch.empty((len(rows), *self.meta.stored_shape), dtype=self.meta.stored_dtype)
+                self._rows.copy(log, rows, np.arange(len(rows)), packed)
+                out[torch.from_numpy(in_out)] = unpack_rows(packed)
+            else:
+                self._rows.copy(log, rows, in_out, out)
 
     def _refuse_misfit(self, out: torch.Tensor) -> None:
         right = out.dtype is self.meta.torch_dtype and out.shape[1:] == self.meta.row_shape
@@ -367,7 +377,8 @@ class Store:
 
     def _fetch(self, number: int, columns: str) -> tuple[Any, ...]:
         at = number if number >= 0 else number + len(self)
-        found = self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (at + 1,)) if at >= 0 else []
+        there = 0 <= at < LARGEST_ID
+        found = self.index.execute(f"SELECT {columns} FROM records WHERE id = ?", (at + 1,)) if there else []
         if not found:
             raise IndexError(f"record {number} of {self._folder}, which has {len(self)}")
         return found[0]
@@ -410,6 +421,9 @@ class Store:
             return [f"log {part.log} {start}..{start + count - 1}" for start, count in extents]
 
 
-def _refuse_larger(number: int, place: slice, tokens: int) -> None:
-    if not 0 < place.stop - place.start <= tokens:
-        raise ValueError(f"record {number} has {tokens} tokens, and its place in out is {place.start}..{place.stop}")
+def _refuse_place(number: int, place: slice, tokens: int, room: int) -> None:
+    right = 0 <= place.start < place.stop <= room and place.step in (None, 1)
+    if not right or place.stop - place.start > tokens:
+        raise ValueError(
+            f"record {number} has {tokens} tokens, and {place} of out, which has {room}, is no place for it"
+        )
