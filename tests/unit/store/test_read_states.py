@@ -127,3 +127,22 @@ def test_of_a_store_that_grows(store_path: Path, meta: StoreMeta, make_rows: Mak
             out = torch.zeros(3, 3, 8)
             store.read_states([number], [slice(0, 3)], out)
             assert torch.equal(out, rows[6 * number : 6 * number + 6 : 2])
+
+
+def test_a_thread_that_is_late_does_not_take_back_what_another_has_learnt(
+    store_path: Path, meta: StoreMeta, make_rows: MakeRows, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read the shards of a log that grows; the one that read first stores its list last."""
+    rows, out = make_rows(8), torch.zeros(2, 3, 8)
+    with StoreWriter.open(store_path, meta, rows_per_shard=4) as writer, Store.open(store_path) as store:
+        writer.append(rows[:4])
+        writer.commit([make_record("early", [0, 2])])
+        [log] = [log for log, _ in store.index.read_lone_parts([1]).values()]
+        early = store.index.read_shards(log)
+        writer.append(rows[4:])
+        writer.commit([make_record("late", [5, 7])])
+        late = store[1]  # has learnt the second shard
+        monkeypatch.setattr(store.index, "read_shards", lambda log: early)
+        store._rows.learn(log, store.index)
+        store.read_states([1], [slice(0, 2)], out)
+        assert torch.equal(out, rows[[5, 7]]) and torch.equal(late.hidden_states, rows[[5, 7]])
