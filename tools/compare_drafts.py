@@ -48,7 +48,7 @@ DIFFERENCES = (
     "a batch at most, products in bfloat16 on a GPU, gradients clipped to 1, the course of the learning rate, the time",
     "ours is what `vllm-overlay train` does by default: the head and the layer start from the target's, both are "
     "trained; soft cross-entropy with the target's head, the steps weighted 1, 0.8 and 0.64; AdamW (betas 0.9 and "
-    "0.95, no decay) with a peak of --lr; no further norms",
+    "0.95, no decay) with a peak of --lr; no further norms but with --norms, and then those of speculators' draft",
     "speculators is what `speculators train` does by default: a layer of random weights that it makes itself (without "
     "--from-pretrained: its embeddings and heads are then the target's, looked at in 0.9.0), a frozen head; KL to that "
     "head, the steps weighted alike; Muon for matrices and AdamW for the rest, both with a peak of 1e-3; "
@@ -100,11 +100,12 @@ def run_side(side: str, work: Work, folder: Path) -> dict[str, Any]:
 def compare(work: Work, folder: Path, *, strict: bool) -> dict[str, Any]:
     began = time.monotonic()
     self_test = prepare(work, folder, strict=strict)
+    norms = " --norms" if work.norms else ""
     together = " --together" if work.together else ""
     report: dict[str, Any] = {
         "command": f"python tools/compare_drafts.py --seconds {work.seconds:g} --batch-tokens {work.batch_tokens} "
         f"--draft-vocab-size {work.draft_vocab_size} --lr {work.learning_rate:g} --sides {','.join(work.sides)}"
-        f"{together}",
+        f"{norms}{together}",
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -145,6 +146,7 @@ def main() -> int:
         "--sides", type=partial(parse_sides, known=KNOWN_SIDES), default=("ours-compiled", "speculators"),
         help=f"of {', '.join(KNOWN_SIDES)}, with commas (default: ours-compiled,speculators)",
     )  # fmt: skip
+    parser.add_argument("--norms", action="store_true", help="ours with the norms of speculators' own draft")
     parser.add_argument("--together", action="store_true", help="all at the same time, on the one GPU")
     parser.add_argument(
         "--self-test", choices=("strict", "warn"), default="strict",
@@ -159,7 +161,7 @@ def main() -> int:
     work = Work(
         model=str(args.model), store=str(args.store), output=str(args.output), seconds=args.seconds,
         batch_tokens=args.batch_tokens, draft_vocab_size=args.draft_vocab_size, learning_rate=args.lr,
-        workers=args.workers, sides=args.sides, together=args.together,
+        workers=args.workers, norms=args.norms, sides=args.sides, together=args.together,
     )  # fmt: skip
     try:
         report = compare_in(args.work, work, strict=args.self_test == "strict")

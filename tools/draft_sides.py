@@ -60,7 +60,8 @@ KNOWN_SIDES = (*OURS, "speculators")
 
 @dataclass(frozen=True)
 class Work:
-    """What the sides are asked to do. `together`: all at the same time, on one GPU."""
+    """What the sides are asked to do. `norms`: ours with those of speculators' drafts. `together`: all at the same
+    time, on one GPU."""
 
     model: str
     store: str
@@ -70,6 +71,7 @@ class Work:
     draft_vocab_size: int
     learning_rate: float
     workers: int
+    norms: bool
     sides: tuple[str, ...]
     together: bool
 
@@ -80,6 +82,7 @@ class Work:
             draft_vocab_size=self.draft_vocab_size, ttt_steps=TTT_STEPS, steps=None, warmup=0.0,
             learning_rate=self.learning_rate, batch_tokens=self.batch_tokens, holdout=0.0,
             dtype="bfloat16" if torch.cuda.is_available() else "float32", attention=attention, compile=compile,
+            norm_before_residual=self.norms, norm_before_fc=self.norms, norm_output=self.norms,
         )  # fmt: skip
 
 
@@ -182,7 +185,7 @@ def train_ours(work: Work, folder: Path, side: str, clock: SpanClock) -> dict[st
     target, source = load_target(work.model), Epochs.open([work.store], settings)
     choose_attention(settings.attention, clock.device, target.config.head_dim, settings.dtype)
     vocabulary = find_vocabulary(source.corpus, target, work.draft_vocab_size)
-    draft = make_draft(source.corpus, target, vocabulary).to(clock.device)
+    draft = make_draft(source.corpus, target, vocabulary, norms=work.norms).to(clock.device)
     trainer = Trainer(draft, target, vocabulary, source, settings, alone())
     loaded = load_ahead(source.plan(Progress()), lambda planned: trainer.load(planned.entries), clock.device)
     taken, tokens, part, epoch = [], 0, 0.0, 0

@@ -6,7 +6,7 @@
 #   benchmark  what capture costs at 8B shapes, to /dev/shm and to the disk of $TMP; store_speed     (5)
 #   training   tokens/s of ours, speculators and SpecForge at 8B shapes                              (10; 6 to compile)
 #   answers    SmolLM2's own answers to many prompts, with their states, into /dev/shm                (5)
-#   drafts     from those a draft by ours and one by speculators                                      (20; two GPUs: 15)
+#   drafts     from those two drafts by ours and one by speculators                                   (20; two GPUs: 15)
 #   parallel   two GPUs: capture and training                                                        (9)
 # vLLM must be importable and the project installed; for `training` speculators and specforge, for `drafts` speculators.
 # They take all GPUs of the machine. `answers` and `drafts` want SMOLLM2, the folder that tools/smollm2.py makes, `answers` also PROMPTS, the file
@@ -82,31 +82,39 @@ capture_answers() {
     vllm-overlay inspect $memory/smollm2 --json > "$out/smollm2_store.json"
 }
 
-# The figures of a side that failed are its last words.
+# usage: train_draft NAME COMPARE_DRAFTS_OPTION...: the figures of a side that failed are its last words.
 train_draft() {
+    name=$1
+    shift
     status=0
-    keep "$out/drafts-$1.log" python3 tools/compare_drafts.py --model "$SMOLLM2" --store $memory/smollm2 --seconds 600 \
-        --self-test warn --sides "$1" --work "$scratch/work-$1" --output "$scratch/drafts-$1" || status=$?
-    tar -C "$scratch" -czf - "drafts-$1" | split -b 15000000 -d - "$out/drafts-$1.tgz."
+    keep "$out/drafts-$name.log" python3 tools/compare_drafts.py --model "$SMOLLM2" --store $memory/smollm2 \
+        --seconds 600 --self-test warn --work "$scratch/work-$name" --output "$scratch/drafts-$name" "$@" || status=$?
+    tar -C "$scratch" -czf - "drafts-$name" | split -b 15000000 -d - "$out/drafts-$name.tgz."
     return $status
 }
 
-# Each side has a GPU to itself. With one, speculators compiles on the CPU for some minutes (six at 8B shapes) while ours
-# trains.
+# The two of ours share a GPU, speculators has one to itself. With one alone, speculators prepares and compiles (six
+# minutes at 8B shapes) while ours train, and trains when they are done.
 compare_drafts() {
     count_gpus
     (
         export CUDA_VISIBLE_DEVICES=0
-        train_draft ours-compiled
+        train_draft ours --sides ours-compiled
     ) &
-    ours=$!
-    [ "$gpus" -gt 1 ] || sleep 330
+    plain=$!
+    (
+        export CUDA_VISIBLE_DEVICES=0
+        train_draft norms --sides ours-compiled --norms
+    ) &
+    normed=$!
+    [ "$gpus" -gt 1 ] || sleep 440
     failed=0
     (
         export CUDA_VISIBLE_DEVICES=$((gpus - 1))
-        train_draft speculators
+        train_draft speculators --sides speculators
     ) || failed=1
-    wait $ours || failed=1
+    wait $plain || failed=1
+    wait $normed || failed=1
     [ $failed = 0 ]
     rm -rf $memory/smollm2
 }

@@ -157,9 +157,12 @@ def find_vocabulary(corpus: Corpus, target: Target, size: int) -> DraftVocabular
     return choose_vocabulary(counted, present, size, target.config.special_token_ids)
 
 
-def make_draft(corpus: Corpus, target: Target, vocabulary: DraftVocabulary) -> Draft:
-    """The same weights in every process: made on the CPU from one seed."""
-    shape = draft_config(target.config, corpus.feature_ids, len(vocabulary))
+def make_draft(corpus: Corpus, target: Target, vocabulary: DraftVocabulary, *, norms: bool = False) -> Draft:
+    """The same weights in every process: made on the CPU from one seed. norms: those of speculators' own drafts."""
+    shape = draft_config(
+        target.config, corpus.feature_ids, len(vocabulary),
+        norm_before_residual=norms, norm_before_fc=norms, norm_output=norms,
+    )  # fmt: skip
     return create_draft(shape, target, vocabulary, "target", 0)
 
 

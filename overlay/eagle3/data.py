@@ -261,4 +261,7 @@ def deal(entries: Sequence[Entry], hands: int) -> list[list[Entry]]:
 
 def count_scored(entries: Sequence[Entry], steps: int) -> list[int]:
     """How many rows each step of test-time training scores: at step s, row p wants the mask at p + 1 + s."""
-    return [sum(int(entry.loss_mask[1 + step :].sum()) for entry in entries) for step in range(steps)]
+    lengths = torch.tensor([entry.num_tokens for entry in entries])
+    in_document = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    positions = in_document[torch.cat([entry.loss_mask for entry in entries])]  # of the masked tokens
+    return [int((positions > step).sum()) for step in range(steps)]

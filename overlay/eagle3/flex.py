@@ -25,14 +25,21 @@ def make_blocks(rows: torch.Tensor, document_starts: Sequence[int], num_tokens: 
     """What each query row sees of the tokens: its document, up to itself.
 
     rows: int64 [rows], ascending token numbers of the batch, on the CPU. `document_starts`: the first token of each
-    document, ascending, starting with 0. Made block by block: a mask of [rows, tokens] would be large.
+    document, ascending, starting with 0. As both ascend, the first and the last row of a block tell what all of it
+    sees: a mask of [rows, tokens] is never made.
     """
     starts = torch.tensor(document_starts)
-    first = starts[torch.searchsorted(starts, rows, right=True) - 1]  # [rows]
-    edges = torch.arange(0, num_tokens, BLOCK)
-    some = (first[:, None] < edges + BLOCK) & (rows[:, None] >= edges)  # [rows, blocks of tokens]
-    every = (first[:, None] <= edges) & (rows[:, None] >= edges + BLOCK - 1)
-    seen, full = _fold(some).any(1), _fold(every).all(1)  # [blocks of rows, blocks of tokens]
+    first = starts[torch.searchsorted(starts, rows, right=True) - 1]  # [rows], the first token that each sees
+    top = torch.arange(0, len(rows), BLOCK)  # [blocks of rows], row numbers
+    bottom = (top + BLOCK - 1).clamp(max=len(rows) - 1)
+    edges = torch.arange(0, num_tokens, BLOCK)  # [blocks of tokens]
+    # Some row sees something of a block of tokens if the last row that begins before its end reaches it.
+    last_before = torch.searchsorted(first, edges + BLOCK) - 1  # [blocks of tokens], row numbers
+    nearest = torch.minimum(last_before, bottom[:, None])  # [blocks of rows, blocks of tokens]
+    seen = (nearest >= top[:, None]) & (rows[nearest.clamp(min=0)] >= edges)
+    # Every row sees all of it if the last one begins before it, and the first one reaches its end.
+    is_whole = top + BLOCK <= len(rows)
+    full = is_whole[:, None] & (first[bottom][:, None] <= edges) & (rows[top][:, None] >= edges + BLOCK - 1)
     lower, upper = first.int().to(device), rows.int().to(device)
 
     def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -44,12 +51,6 @@ def make_blocks(rows: torch.Tensor, document_starts: Sequence[int], num_tokens: 
     )  # fmt: skip
     moved: BlockMask = mask.to(device)
     return moved
-
-
-def _fold(per_row: torch.Tensor) -> torch.Tensor:
-    """bool [rows, n] -> [blocks of rows, 128, n]; a last block that is not full sees no whole block."""
-    padded = torch.nn.functional.pad(per_row, (0, 0, 0, -len(per_row) % BLOCK))
-    return padded.view(-1, BLOCK, per_row.shape[1])
 
 
 def _list_blocks(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HOLE = -1
+EXTENT_BYTES = 16  # packed
 
 Extents = NDArray[np.int64]
 

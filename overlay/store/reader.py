@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_overlay.store.checksum import COMPUTE_CHECKSUM
 from vllm_overlay.store.errors import IncompleteRecordError, StoreError
-from vllm_overlay.store.extents import HOLE, Extents, find_holes, number_rows, unpack_extents
+from vllm_overlay.store.extents import EXTENT_BYTES, HOLE, Extents, find_holes, number_rows, unpack_extents
 from vllm_overlay.store.files import Piece, StoreFiles
 from vllm_overlay.store.float8 import unpack_rows
 from vllm_overlay.store.index import Index
@@ -190,6 +190,15 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """A record of one part to be read, and its place in a tensor. extents: packed."""
+
+    number: int
+    place: slice
+    extents: bytes
+
+
+@dataclass(frozen=True)
 class Damage:
     """What is wrong with record `index` of a store. rows: what it is made of, by file, counted within the file."""
 
@@ -290,27 +299,45 @@ class Store:
         """
         self._refuse_misfit(out)
         parts = self.index.read_lone_parts([number + 1 for number in numbers])
-        logs: dict[int, list[tuple[NDArray[np.int64], slice]]] = {}
+        by_log: dict[int, list[Wanted]] = {}
         for number, place in zip(numbers, places, strict=True):
-            log, blob = parts.get(number + 1, (0, b""))
-            part = RecordPart(log, unpack_extents(blob))
-            if number + 1 in parts and not (part.extents[:, 0] == HOLE).any():
-                rows = number_rows(self._learn(part).extents)
-                _refuse_place(number, place, len(rows), len(out))
-                logs.setdefault(log, []).append((rows[: place.stop - place.start], place))
+            if number + 1 in parts:
+                log, extents = parts[number + 1]
+                by_log.setdefault(log, []).append(Wanted(number, place, extents))
             else:
-                states = self[number].hidden_states
-                _refuse_place(number, place, len(states), len(out))
-                out[place] = states[: place.stop - place.start]
-        for log, found in logs.items():
-            rows = np.concatenate([rows for rows, _ in found])
-            in_out = np.concatenate([np.arange(place.start, place.stop) for _, place in found])
-            if self.meta.is_packed:
-                packed = torch.empty((len(rows), *self.meta.stored_shape), dtype=self.meta.stored_dtype)
-                self._rows.copy(log, rows, np.arange(len(rows)), packed)
-                out[torch.from_numpy(in_out)] = unpack_rows(packed)
-            else:
-                self._rows.copy(log, rows, in_out, out)
+                self._read_one(number, place, out)
+        for log, several in by_log.items():
+            self._read_several(log, several, out)
+
+    def _read_one(self, number: int, place: slice, out: torch.Tensor) -> None:
+        states = self[number].hidden_states
+        _refuse_place(number, place, len(states), len(out))
+        out[place] = states[: place.stop - place.start]
+
+    def _read_several(self, log: int, several: list[Wanted], out: torch.Tensor) -> None:
+        """Records of one part each. All extents at once: the calls that numpy needs for the few extents of one record
+        took longer than the copy of its rows."""
+        extents = unpack_extents(b"".join(wanted.extents for wanted in several))
+        if (extents[:, 0] == HOLE).any():
+            for wanted in several:
+                self._read_one(wanted.number, wanted.place, out)
+            return
+        ends = np.cumsum(extents[:, 1])
+        last = np.cumsum([len(wanted.extents) // EXTENT_BYTES for wanted in several]) - 1
+        tokens = np.diff(ends[last], prepend=0)  # [records]
+        for wanted, length in zip(several, tokens.tolist(), strict=True):
+            _refuse_place(wanted.number, wanted.place, length, len(out))
+        starts, stops = np.array([(wanted.place.start, wanted.place.stop) for wanted in several]).T  # [records] each
+        positions = np.arange(ends[-1]) - np.repeat(ends[last] - tokens, tokens)  # [rows], each in its record
+        used = positions < np.repeat(stops - starts, tokens)
+        rows = number_rows(self._learn(RecordPart(log, extents)).extents)[used]
+        in_out = (positions + np.repeat(starts, tokens))[used]
+        if self.meta.is_packed:
+            packed = torch.empty((len(rows), *self.meta.stored_shape), dtype=self.meta.stored_dtype)
+            self._rows.copy(log, rows, np.arange(len(rows)), packed)
+            out[torch.from_numpy(in_out)] = unpack_rows(packed)
+        else:
+            self._rows.copy(log, rows, in_out, out)
 
     def _refuse_misfit(self, out: torch.Tensor) -> None:
         right = out.dtype is self.meta.torch_dtype and out.shape[1:] == self.meta.row_shape

@@ -37,7 +37,7 @@ def sides(compare_drafts: ModuleType) -> ModuleType:
 def work(sides: ModuleType, tmp_path: Path) -> Any:
     output = tmp_path / "output"
     output.mkdir()
-    return sides.Work("target", "store", str(output), 600.0, 16384, 256, 1e-3, 6, ("ours", "speculators"), True)
+    return sides.Work("target", "store", str(output), 600.0, 16384, 256, 1e-3, 6, False, ("ours", "speculators"), True)
 
 
 def test_the_rate_rises_in_a_line_and_falls_to_zero(sides: ModuleType) -> None:
