@@ -81,6 +81,15 @@ class Check:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Job:
+    """A check on a release, and the environment variables of its command."""
+
+    release: str
+    check: Check
+    variables: dict[str, str]
+
+
 def list_single_checks(bin_folder: Path) -> list[Check]:
     """What does not depend on the vLLM release."""
     ruff = str(bin_folder / "ruff")
@@ -120,52 +129,48 @@ def pytest_of(bin_folder: Path) -> list[str]:
     return [str(bin_folder / "python"), "-m", "pytest", "-p", "no:cacheprovider"]
 
 
-def run_in_lanes(release: str, checks: Sequence[Check], environment: dict[str, str]) -> list[str]:
+def run_in_lanes(jobs: Sequence[Job]) -> list[str]:
     """Run them all, some at a time, the output of each when it has ended. Returns the titles of those that failed."""
 
-    def run_apart(check: Check) -> str | None:
+    def run_apart(job: Job) -> str | None:
         with tempfile.TemporaryFile("w+") as output:
-            failed = run_check(release, check, environment, output)
+            failed = run_check(job, output)
             output.seek(0)
-            say(f"what {check.name} ({release}) printed:\n{output.read()}")
+            say(f"what {job.check.name} ({job.release}) printed:\n{output.read()}")
         return failed
 
     with ThreadPoolExecutor(LANES) as lanes:
-        return list(filter(None, lanes.map(run_apart, checks)))
+        return list(filter(None, lanes.map(run_apart, jobs)))
 
 
-def run_check(release: str, check: Check, environment: dict[str, str], output: IO[str]) -> str | None:
+def run_check(job: Job, output: IO[str]) -> str | None:
     """Run it, and print there what it prints. Its title if it failed."""
-    title = f"{check.name} ({release})"
+    check = job.check
+    title = f"{check.name} ({job.release})"
     say(f"{title}: {shlex.join(check.command)}")
     began = time.monotonic()
     done = subprocess.run(
-        check.command, cwd=check.folder, env=environment, check=False, stdout=output, stderr=subprocess.STDOUT
+        check.command, cwd=check.folder, env=job.variables, check=False, stdout=output, stderr=subprocess.STDOUT
     )
     verdict = "passed" if done.returncode == 0 else f"FAILED, exit status {done.returncode},"
     say(f"{title}: {verdict} in {time.monotonic() - began:.0f} s")
     return None if done.returncode == 0 else title
 
 
-def check_release(release: str, *, with_single: bool, engines: bool) -> list[str]:
-    """Make the release's environment and run the checks in it. Returns those that failed.
+def prepare_release(release: str, elsewhere: Path, *, with_single: bool, engines: bool) -> list[Job]:
+    """Make the release's environment. Returns what is to be run in it.
 
-    Errors: NoInterpreter, NoLibrary when this machine cannot run the release.
+    Errors: NoInterpreter, NoLibrary when this machine cannot run the release; CalledProcessError.
     """
     say(f"environment of vLLM {release}")
     began = time.monotonic()
-    try:
-        folder = make_environment(RELEASES[release])
-    except subprocess.CalledProcessError as error:
-        say(f"environment of vLLM {release}: FAILED: {error}")
-        return [f"environment ({release})"]
+    folder = make_environment(RELEASES[release])
     say(f"environment of vLLM {release}: ready in {time.monotonic() - began:.0f} s")
-    with tempfile.TemporaryDirectory(prefix="vllm-overlay-check-") as elsewhere:
-        variables = run_variables(RELEASES[release], folder)
-        single = list_single_checks(folder / "bin") if with_single else []
-        live = list_live_checks(release, folder / "bin") if engines else []
-        checks = [*single, *list_release_checks(folder / "bin", Path(elsewhere)), *live]
-        return run_in_lanes(release, checks, variables)
+    variables = run_variables(RELEASES[release], folder)
+    single = list_single_checks(folder / "bin") if with_single else []
+    live = list_live_checks(release, folder / "bin") if engines else []
+    checks = [*single, *list_release_checks(folder / "bin", elsewhere), *live]
+    return [Job(release, check, variables) for check in checks]
 
 
 def say(text: str) -> None:
@@ -180,15 +185,25 @@ def main() -> int:
     parser.add_argument("--without-engines", action="store_true", help="leave out tests/live (default: run them)")
     args = parser.parse_args()
     began = time.monotonic()
+    jobs: list[Job] = []
     checked: list[str] = []
     failed: list[str] = []
     left_out: list[str] = []
-    for release in args.release or CHECKED:
-        try:
-            failed += check_release(release, with_single=not checked, engines=not args.without_engines)
-            checked.append(release)
-        except (NoInterpreter, NoLibrary) as error:
-            left_out.append(str(error))
+    with tempfile.TemporaryDirectory(prefix="vllm-overlay-check-") as elsewhere:
+        for release in args.release or CHECKED:
+            # One for each release: mypy keeps its cache where it runs.
+            folder = Path(elsewhere, release)
+            folder.mkdir(exist_ok=True)
+            try:
+                jobs += prepare_release(release, folder, with_single=not jobs, engines=not args.without_engines)
+                checked.append(release)
+            except (NoInterpreter, NoLibrary) as error:
+                left_out.append(str(error))
+            except subprocess.CalledProcessError as error:
+                say(f"environment of vLLM {release}: FAILED: {error}")
+                failed.append(f"environment ({release})")
+        # All in one queue, so that no lane waits for the last check of a release.
+        failed += run_in_lanes(jobs)
     for reason in left_out:
         say(f"LEFT OUT: {reason}")
     verdict = f"FAILED: {', '.join(failed)}" if failed else f"all passed on vLLM {', '.join(checked)}"

@@ -144,12 +144,12 @@ def test_every_live_module_is_run_somewhere_and_none_is_made_up(check: ModuleTyp
 def test_checks_in_lanes_say_what_they_printed_and_which_failed(
     check: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def write_check(name: str, status: int) -> Any:
-        return check.Check(name, [sys.executable, "-c", f"print('{name}' * 2); raise SystemExit({status})"], tmp_path)
+    def write_job(name: str, status: int, release: str = "0.1.0") -> Any:
+        command = [sys.executable, "-c", f"print('{name}' * 2); raise SystemExit({status})"]
+        return check.Job(release, check.Check(name, command, tmp_path), {})
 
-    assert check.run_in_lanes("0.1.0", [write_check("a", 0), write_check("b", 3), write_check("c", 0)], {}) == [
-        "b (0.1.0)"
-    ]
+    jobs = [write_job("a", 0), write_job("b", 3), write_job("c", 0), write_job("b", 4, "0.2.0")]
+    assert check.run_in_lanes(jobs) == ["b (0.1.0)", "b (0.2.0)"]
     said = capsys.readouterr().out
     assert "what a (0.1.0) printed:\naa\n" in said
     assert "b (0.1.0): FAILED, exit status 3, in 0 s" in said
