@@ -95,21 +95,31 @@ def _choose_tokens(chance: random.Random, count: int) -> tuple[int, ...]:
 
 
 def run_load(
-    url: str, model: str, requests: Sequence[Request], clients: int, tell: Callable[[Outcome], None]
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    clients: int,
+    tell: Callable[[Outcome], None],
+    seconds: float = 120,
 ) -> list[Outcome]:
-    """Send the requests from so many clients at once; `tell` is called at the end of each."""
-    return asyncio.run(_run_clients(url, model, iter(requests), clients, tell))
+    """Send the requests from so many clients at once; `tell` is called at the end of each, after `seconds` at most."""
+    return asyncio.run(_run_clients(url, model, iter(requests), clients, tell, seconds))
 
 
 async def _run_clients(
-    url: str, model: str, requests: Iterator[Request], clients: int, tell: Callable[[Outcome], None]
+    url: str,
+    model: str,
+    requests: Iterator[Request],
+    clients: int,
+    tell: Callable[[Outcome], None],
+    seconds: float,
 ) -> list[Outcome]:
     import aiohttp
 
     outcomes: list[Outcome] = []
 
     async def run_client() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session:
             for request in requests:  # whichever is next: the clients share the iterator
                 outcomes.append(await _send(session, url, model, request))
                 tell(outcomes[-1])
