@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_mask
 
@@ -59,12 +61,8 @@ def test_flex_attention_is_the_mask(dtype: torch.dtype, tolerance: float) -> Non
         assert float((one - other).abs().max()) <= tolerance * scale
 
 
-def test_the_blocks_are_those_of_the_mask() -> None:
-    """Each block is left out, masked or whole, as the mask of [rows, tokens] says."""
-    # The second block of rows begins one token before the end of a block of tokens, which it does not see whole.
-    lengths = torch.tensor([37, 1260, 150, 2])
-    documents = [make_document(n, masked=list(range(n // 5, n))) for n in lengths.tolist()]
-    rows = pack_documents(documents, 3, CPU).rows
+def require_blocks_of_the_mask(rows: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
+    """Each block is left out, masked or whole, as the mask of [rows, tokens] says. Returns the whole ones."""
     starts, total = (lengths.cumsum(0) - lengths).tolist(), int(lengths.sum())
     blocks = make_blocks(rows, starts, total, CPU)
     number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -78,7 +76,31 @@ def test_the_blocks_are_those_of_the_mask() -> None:
         for found in ((blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices))
     )
     assert masked == [(tile > 0).logical_and(tile < 1).nonzero()[:, 0].tolist() for tile in tiles]
-    assert whole == [(tile == 1).nonzero()[:, 0].tolist() for tile in tiles] and any(whole)
+    assert whole == [(tile == 1).nonzero()[:, 0].tolist() for tile in tiles]
+    return whole
+
+
+def test_the_blocks_are_those_of_the_mask() -> None:
+    # The second block of rows begins one token before the end of a block of tokens, which it does not see whole.
+    lengths = torch.tensor([37, 1260, 150, 2])
+    documents = [make_document(n, masked=list(range(n // 5, n))) for n in lengths.tolist()]
+    assert any(require_blocks_of_the_mask(pack_documents(documents, 3, CPU).rows, lengths))
+    # A last block of rows that is full sees a block whole too.
+    assert require_blocks_of_the_mask(torch.arange(2 * BLOCK), torch.tensor([2 * BLOCK])) == [[], [0]]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_blocks_of_any_rows_are_those_of_the_mask(data: st.DataObject) -> None:
+    """Documents of any lengths, of which stretches are rows, or none."""
+    lengths = torch.tensor(data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6)))
+    total = int(lengths.sum())
+    edges = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=12)))
+    is_row = torch.zeros(total, dtype=torch.bool)
+    for start, stop in zip(edges[::2], edges[1::2], strict=False):
+        is_row[start:stop] = True
+    is_row[data.draw(st.integers(0, total - 1))] = True
+    require_blocks_of_the_mask(is_row.nonzero()[:, 0], lengths)
 
 
 def list_blocks(counts: torch.Tensor, numbers: torch.Tensor) -> list[list[int]]:
