@@ -60,8 +60,8 @@ DIFFERENCES = (
     "speculators' batches are its own sampler's, an epoch after another with what that costs; it pads a batch to its "
     "full length, ours computes the rows that are scored",
     "speculators' two fused loss kernels are given a list of tiles each: torch 2.11 refuses to compile them with one",
-    "in separate runs of this tool, as tools/gpu_checks.sh has them, each side has a GPU of its own; where there is "
-    "one alone, speculators compiles on the CPU while ours trains on it",
+    "in separate runs of this tool, as tools/gpu_checks.sh has them, the two drafts of ours share a GPU and "
+    "speculators has one to itself; where there is one alone, speculators compiles on the CPU while ours train on it",
     "each side's loop waits for the step before the last, so that it knows the time: speculators' own does not wait",
     "both drafts are rounded to bfloat16, as speculators saves its own",
 )
