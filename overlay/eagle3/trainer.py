@@ -274,7 +274,7 @@ def load_ahead(
                 return item, load(item), Moment.mark(device)
         return None
 
-    with working_alone() as pool:
+    with ThreadPoolExecutor(1) if stream is None else working_alone() as pool:
         coming: Future[tuple[Item, Share, Moment] | None] = pool.submit(load_next)
         used: tuple[Share, Moment] | None = None
         while (loaded := coming.result()) is not None:
@@ -292,12 +292,17 @@ def load_ahead(
 @contextmanager
 def working_alone() -> Iterator[ThreadPoolExecutor]:
     """One thread, without torch's others: to wake them for an operation on the numbers of a batch's tokens takes longer
-    than the operation (packing 16,384 tokens: 16 ms with two, 8 ms without)."""
+    than the operation (packing 16,384 tokens: 16 ms with two, 8 ms without).
+
+    For a process that computes on a GPU: torch keeps one number for all threads that have not computed yet, and these
+    take over what the last one was told.
+    """
+    before = torch.get_num_threads()  # from here on the caller has a number of its own
     try:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield pool
     finally:
-        torch.set_num_threads(torch.get_num_threads())  # for threads that begin later: they took over the one's
+        torch.set_num_threads(before)  # for threads that begin later
 
 
 def estimate_acceptance(accuracy: Sequence[float]) -> float:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from vllm_overlay.eagle3.run_folder import RunFolder
 from vllm_overlay.eagle3.selftest import measure_agreement
 from vllm_overlay.eagle3.settings import Settings, learning_rate
 from vllm_overlay.eagle3.target import load_target
-from vllm_overlay.eagle3.trainer import Share, Taken, Trainer, load_ahead
+from vllm_overlay.eagle3.trainer import Share, Taken, Trainer
 from vllm_overlay.eagle3.training import _require_same_run, train
 from vllm_overlay.errors import OverlayError
 from vllm_overlay.store import Store
@@ -332,14 +331,23 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert rates[9:] == sorted(rates[9:], reverse=True) and 0 < rates[-1] < 0.001
 
 
-def test_reading_ahead_takes_no_threads_from_others() -> None:
-    """The one that reads works alone; the caller, and a thread that begins later, have what they had."""
-    before, seen = torch.get_num_threads(), []
-    torch.set_num_threads(3)
-    try:
-        list(load_ahead([1, 2], lambda item: seen.append(torch.get_num_threads()), torch.device("cpu")))
-        with ThreadPoolExecutor(1) as pool:
-            later = pool.submit(torch.get_num_threads).result()
-        assert (seen, torch.get_num_threads(), later) == ([1, 1], 3, 3)
-    finally:
-        torch.set_num_threads(before)
+ASKS_FOR_THREADS = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+from vllm_overlay.eagle3.trainer import load_ahead, working_alone
+
+torch.set_num_threads(3)
+with working_alone() as pool:
+    alone = pool.submit(torch.get_num_threads).result()
+with ThreadPoolExecutor(1) as pool:
+    later = pool.submit(torch.get_num_threads).result()
+on_a_cpu = []
+list(load_ahead([1], lambda item: on_a_cpu.append(torch.get_num_threads()), torch.device("cpu")))
+print(alone, torch.get_num_threads(), later, *on_a_cpu)
+"""
+
+
+def test_who_works_alone_takes_no_threads_from_others() -> None:
+    """The caller, and a thread that begins later, have what they had. In a process of its own, as it is told to all."""
+    done = subprocess.run([sys.executable, "-c", ASKS_FOR_THREADS], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["1", "3", "3", "3"], "")
