@@ -292,7 +292,7 @@ def load_ahead(
 @contextmanager
 def working_alone() -> Iterator[ThreadPoolExecutor]:
     """One thread, without torch's others: to wake them for an operation on the numbers of a batch's tokens takes longer
-    than the operation (packing 16,384 tokens: 16 ms with two, 8 ms without).
+    than the operation.
 
     For a process that computes on a GPU: torch keeps one number for all threads that have not computed yet, and these
     take over what the last one was told.

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,6 +140,35 @@ def test_every_live_module_is_run_somewhere_and_none_is_made_up(check: ModuleTyp
     names = {release: {one.name for one in check.list_live_checks(release, Path("bin"))} for release in check.CHECKED}
     assert names[check.NEWEST] == files
     assert names["0.11.0"] < names["0.16.0"] < files
+
+
+def runs_file(command: Sequence[str], file: str) -> bool:
+    """Whether a command of pytest runs a file of tests."""
+    asked = [word for word in command if word.startswith("tests/")]
+    ignored = [word.removeprefix("--ignore=") for word in command if word.startswith("--ignore=")]
+    return any(f"{file}/".startswith(f"{folder}/") for folder in asked) and not any(
+        f"{file}/".startswith(f"{folder}/") for folder in ignored
+    )
+
+
+def test_every_file_of_tests_is_run_once_and_what_varies_by_release_on_all(check: ModuleType) -> None:
+    tests = REPOSITORY / "tests"
+    files = [
+        str(file.relative_to(REPOSITORY)) for file in tests.rglob("test_*.py") if tests / "gpu" not in file.parents
+    ]
+    folder = Path("bin")
+    runs = {
+        release: [*check.list_release_checks(release, folder, folder), *check.list_live_checks(release, folder)]
+        for release in check.CHECKED
+    }
+    on_newest = [*check.list_single_checks(folder), *runs[check.NEWEST]]
+    assert {file: sum(runs_file(one.command, file) for one in on_newest) for file in files} == dict.fromkeys(files, 1)
+    without_engines = [file for file in files if file.startswith(("tests/unit/", "tests/patches/", "tests/eagle3/"))]
+    once = [file for file in without_engines if file.startswith(check.WITHOUT_VLLM)]
+    for release in check.CHECKED:
+        missing = {file for file in without_engines if not any(runs_file(one.command, file) for one in runs[release])}
+        of_torch = [] if release in check.ENDS else [path for paths in check.OF_TORCH.values() for path in paths]
+        assert missing == {file for file in without_engines if file in once or file.startswith(tuple(of_torch))}
 
 
 def test_checks_in_lanes_say_what_they_printed_and_which_failed(
