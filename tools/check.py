@@ -4,8 +4,8 @@
     sh tools/check.sh --release 0.20.2       # on one release, any that has an environment
     sh tools/check.sh --without-engines      # all but the live tests
 
-The other releases are matrix.py's; the contract tests know all of them from committed data. The tests of training and of
-stores, and types, run with the oldest and the newest of the three; `LIVE` says which live tests run where.
+The other releases are matrix.py's; the contract tests know all of them from committed data. The tests of training and
+of stores, and types, run with the oldest and the newest of the three; `LIVE` says which live tests run where.
 
 Types, walls and tests look at what the built wheel installs, not at the working tree. A check that fails does not stop
 the others; the last line says which failed.
